@@ -1,0 +1,47 @@
+"""Checks of static facts, shared by the public ops: each names the argument, what came and what was expected."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import core
+from jaxtyping import Array, Int32
+
+INT32_MAX = 2**31 - 1
+
+
+def check_array(name: str, x: Any, dtypes: tuple, shape: tuple[int | str, ...]) -> None:
+    """Raises unless ``x`` has one of ``dtypes`` and ``shape``, where a string stands for any size."""
+    dtype, got = getattr(x, "dtype", None), getattr(x, "shape", None)
+    if dtype is None or got is None:
+        raise TypeError(f"{name}: expected an array {_spell(shape)}, got {type(x).__name__}")
+    if dtype not in [jnp.dtype(d) for d in dtypes]:
+        wanted = " or ".join(jnp.dtype(d).name for d in dtypes)
+        raise TypeError(f"{name}: expected {wanted} {_spell(shape)}, got {dtype} {list(got)}")
+    if len(got) != len(shape) or any(isinstance(n, int) and n != m for n, m in zip(shape, got, strict=True)):
+        raise ValueError(f"{name}: expected shape {_spell(shape)}, got {list(got)}")
+
+
+def _spell(shape) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"
+
+
+def as_int32(name: str, x: Any) -> Int32[Array, "*n"]:
+    """An integer array as int32; wider values saturate, so that none can wrap into a valid index.
+
+    Raises:
+      TypeError: ``x`` holds no integers.
+    """
+    if not isinstance(x, jax.Array):
+        x = np.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{name}: expected an integer array, got {x.dtype} {list(x.shape)}")
+    if x.dtype != jnp.int32 and jnp.iinfo(x.dtype).max > INT32_MAX:
+        x = x.clip(None if jnp.iinfo(x.dtype).min == 0 else -INT32_MAX, INT32_MAX)
+    return jnp.asarray(x, jnp.int32)
+
+
+def is_traced(*arrays: Any) -> bool:
+    """Whether any of ``arrays`` is a tracer, i.e. has no values to look at."""
+    return any(isinstance(x, core.Tracer) for x in arrays)

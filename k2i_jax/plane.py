@@ -1,0 +1,288 @@
+"""A layer's pool of index keys: two byte planes that only make sense together, and a layout."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int, UInt8
+
+from k2i_jax._check import INT32_MAX, as_int32, check_array
+from k2i_jax.fp4 import FP4Array, FP4Recipe
+from k2i_jax.layout import (
+    KEY_BYTES,
+    PAGE_SIZE,
+    PAYLOAD_BYTES,
+    SCALE_BYTES,
+    PageLayout,
+    convert_pages,
+    gather_keys,
+    scatter_keys,
+)
+from k2i_jax.tag import LayoutTag
+
+_PAYLOAD_SHAPES = {  # of one page: flat, SGLang's, the layout's own
+    PageLayout.PAGE64: [(4096,), (1, 4, 64, 16), (4, 64, 16)],
+    PageLayout.PAGE8: [(4096,), (1, 4, 64, 16)],
+    PageLayout.FUSED: [(PageLayout.FUSED.payload_width,)],
+}
+_SCALE_SHAPES = {
+    PageLayout.PAGE64: [(256,), (1, 4, 64), (4, 16, 4)],
+    PageLayout.PAGE8: [(256,), (1, 4, 64)],
+}
+_VIRTUAL_SHAPES = {"payload": (4, 4, 2, 16), "scale": (4, 8)}  # PAGE8's own, of one virtual page
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["payload", "scale"], meta_fields=["layout"]
+)
+@dataclasses.dataclass(frozen=True)
+class IndexKPlane:
+    """One layer's index keys. Build it with :meth:`zeros` or :meth:`from_arrays`.
+
+    Attributes:
+      payload: u8[pages, 4096] (FUSED: u8[pages, 4352], scales included).
+      scale: u8[pages, 256]; None for FUSED.
+      layout: the pages' byte layout; static, so that jitted code is compiled for it.
+    """
+
+    payload: UInt8[Array, "pages bytes"]
+    scale: UInt8[Array, "pages 256"] | None
+    layout: PageLayout
+
+    @property
+    def num_pages(self) -> int:
+        return self.payload.shape[0]
+
+    @classmethod
+    def zeros(cls, num_pages: int, layout: PageLayout | str) -> "IndexKPlane":
+        """An empty pool of ``num_pages`` 64-slot pages (68 B a slot).
+
+        Raises:
+          ValueError: FUSED, which is read-only here, or a pool whose slots do not fit an int32.
+        """
+        layout = PageLayout(layout)
+        if layout is PageLayout.FUSED:
+            raise ValueError("layout: FUSED planes are read-only; use PAGE64 or PAGE8")
+        _check_num_pages(num_pages)
+        return cls(
+            jnp.zeros((num_pages, PAGE_SIZE * PAYLOAD_BYTES), jnp.uint8),
+            jnp.zeros((num_pages, PAGE_SIZE * SCALE_BYTES), jnp.uint8),
+            layout,
+        )
+
+    @classmethod
+    def from_arrays(cls, payload: Any, scale: Any, layout: PageLayout | str) -> "IndexKPlane":
+        """Wraps the bytes of an existing pool.
+
+        Args:
+          payload: ``[pages, 4096]``, SGLang's ``[pages, 1, 4, 64, 16]`` (both layouts), or the layout's own
+            shape (PAGE64 ``[pages, 4, 64, 16]``, PAGE8 ``[8 pages, 4, 4, 2, 16]``), as uint8, int8 or float4_e2m1fn
+            (then the last axis counts codes). FUSED: u8 ``[pages, 4352]``. An eager reshape copies in JAX.
+          scale: ``[pages, 256]``, ``[pages, 1, 4, 64]``, or PAGE64 ``[pages, 4, 16, 4]``, PAGE8 ``[8 pages, 4, 8]``,
+            as uint8, int8 or float8_e8m0fnu. FUSED: None.
+          layout: what the bytes are in. It cannot be told from the bytes: read the pool's own flag.
+
+        Raises:
+          TypeError, ValueError: another dtype or shape, one plane without the other, planes of unequal length.
+        """
+        layout = PageLayout(layout)
+        if payload is None or (scale is None) != (layout is PageLayout.FUSED):
+            rule = "payload alone" if layout is PageLayout.FUSED else "payload and scale together"
+            raise ValueError(f"scale: a {layout} plane is {rule}; got payload {_shape(payload)}, scale {_shape(scale)}")
+        payload = _flatten("payload", _as_bytes("payload", payload), layout, _PAYLOAD_SHAPES)
+        if scale is not None:
+            scale = _flatten("scale", _as_bytes("scale", scale), layout, _SCALE_SHAPES)
+            if scale.shape[0] != payload.shape[0]:
+                raise ValueError(f"scale: has {scale.shape[0]} pages, payload has {payload.shape[0]}")
+        _check_num_pages(payload.shape[0])
+        return cls(payload, scale, layout)
+
+    def tag(self, recipe: FP4Recipe | None = None, ratio: int | None = None) -> LayoutTag:
+        """The facts a peer must share before raw pages may move; see :class:`LayoutTag`."""
+        return LayoutTag.of(self.layout, recipe.label if recipe else None, ratio)
+
+
+def _shape(x):
+    return "None" if x is None else list(x.shape)
+
+
+def _check_num_pages(num_pages: int) -> None:
+    if not 0 < num_pages <= INT32_MAX // PAGE_SIZE:
+        raise ValueError(f"num_pages: expected 1..{INT32_MAX // PAGE_SIZE} (slots are int32), got {num_pages}")
+
+
+def _as_bytes(name: str, x: Any) -> Array:
+    x = jnp.asarray(x)
+    sub_byte = jnp.float4_e2m1fn if name == "payload" else jnp.float8_e8m0fnu
+    if x.dtype not in (jnp.uint8, jnp.int8, sub_byte):
+        raise TypeError(f"{name}: expected uint8, int8 or {jnp.dtype(sub_byte)}, got {x.dtype} {list(x.shape)}")
+    if x.dtype == jnp.float4_e2m1fn:
+        if x.shape[-1] % 2:
+            raise ValueError(f"payload: two codes make a byte, so the last axis must be even, got {list(x.shape)}")
+        x = x.reshape(*x.shape[:-1], -1, 2)
+    return x if x.dtype == jnp.uint8 else lax.bitcast_convert_type(x, jnp.uint8)
+
+
+def _flatten(name: str, x: Array, layout: PageLayout, shapes: dict) -> Array:
+    for page in shapes[layout]:
+        if x.shape[1:] == page:
+            return x if len(page) == 1 else x.reshape(x.shape[0], -1)
+    if layout is PageLayout.PAGE8 and x.shape[1:] == _VIRTUAL_SHAPES[name] and x.shape[0] % 8 == 0:
+        return x.reshape(x.shape[0] // 8, -1)
+    if layout is PageLayout.FUSED and x.ndim == 2 and x.shape[1] % KEY_BYTES == 0:
+        raise ValueError(f"payload: {x.shape[1]} bytes a page are {x.shape[1] // KEY_BYTES} slots; only 64 are read")
+    wanted = " or ".join(str(["pages", *page]) for page in shapes[layout])
+    if layout is PageLayout.PAGE8:
+        wanted += f" or {['8 * pages', *_VIRTUAL_SHAPES[name]]}"
+    raise ValueError(f"{name}: expected {wanted} for {layout}, got {list(x.shape)}")
+
+
+def check_plane(plane: Any, name: str = "plane") -> None:
+    """Raises unless ``plane`` is an ``IndexKPlane`` with consistent arrays (it may have been built by hand)."""
+    if not isinstance(plane, IndexKPlane):
+        raise TypeError(f"{name}: expected a k2i_jax.IndexKPlane, got {type(plane).__name__}")
+    layout = PageLayout(plane.layout)
+    check_array(f"{name}.payload", plane.payload, (jnp.uint8,), ("pages", layout.payload_width))
+    if layout.scale_width is None:
+        if plane.scale is not None:
+            raise ValueError(f"{name}.scale: a FUSED plane keeps its scales in payload, got {_shape(plane.scale)}")
+    else:
+        check_array(f"{name}.scale", plane.scale, (jnp.uint8,), (plane.num_pages, layout.scale_width))
+
+
+def _check_writable(plane: IndexKPlane, what: str) -> None:
+    if plane.layout is PageLayout.FUSED:
+        raise ValueError(f"plane: {what} a FUSED plane is not supported; repack(plane, 'page64') first")
+
+
+def write_keys(
+    plane: IndexKPlane,
+    slots: Int[Array, "keys"],
+    keys: FP4Array,
+    *,
+    skip_slot_zero: bool = False,
+    donate: bool = False,
+) -> IndexKPlane:
+    """Writes keys into their slots and returns the new plane.
+
+    Args:
+      plane: PAGE64 or PAGE8.
+      slots: ``page * 64 + offset`` of each key. A slot that is negative or past the pool skips its key; of two
+        keys for one slot the later wins, in both planes.
+      keys: payload u8[keys, 64], scale u8[keys, 4].
+      skip_slot_zero: also skip slot 0, which SGLang reserves for padding.
+      donate: let the new plane take over the old one's memory (the old one is then gone). Inside your own ``jit``
+        donate the plane there instead.
+
+    Raises:
+      TypeError, ValueError: wrong types or shapes, or a FUSED plane.
+    """
+    check_plane(plane)
+    _check_writable(plane, "writing")
+    slots = as_int32("slots", slots)
+    check_array("slots", slots, (jnp.int32,), ("keys",))
+    check_array("keys.payload", keys.payload, (jnp.uint8,), (slots.shape[0], PAYLOAD_BYTES))
+    check_array("keys.scale", keys.scale, (jnp.uint8,), (slots.shape[0], SCALE_BYTES))
+    return (_write_donating if donate else _write)(plane, slots, keys, skip_slot_zero)
+
+
+def _last_wins(ids, live, dropped):
+    """Order in which to write, and the ids in it: ``dropped`` for all but the last live use of each id.
+
+    A scatter with repeated indices may mix two writes, so none is left.
+    """
+    ids, order = lax.sort((jnp.where(live, ids, dropped), jnp.arange(ids.shape[0], dtype=jnp.int32)), num_keys=2)
+    return order, jnp.where(jnp.append(ids[:-1] != ids[1:], True), ids, dropped)
+
+
+def _write_impl(plane, slots, keys, skip_slot_zero):
+    if slots.shape[0] == 0:
+        return plane
+    end = plane.num_pages * PAGE_SIZE
+    live = (slots >= (1 if skip_slot_zero else 0)) & (slots < end)
+    order, slots = _last_wins(slots, live, end)
+    page, key = slots // PAGE_SIZE, slots % PAGE_SIZE
+    values = keys.payload[order], keys.scale[order]
+    return IndexKPlane(*scatter_keys(plane.layout, plane.payload, plane.scale, page, key, *values), plane.layout)
+
+
+_write = jax.jit(_write_impl, static_argnums=3)
+_write_donating = jax.jit(_write_impl, static_argnums=3, donate_argnums=0)
+
+
+def read_keys(plane: IndexKPlane, slots: Int[Array, "*n"]) -> FP4Array:
+    """Reads the keys in ``slots``: payload u8[*n, 64], scale u8[*n, 4]; all zero where a slot is out of range.
+
+    Raises:
+      TypeError, ValueError: wrong types or shapes.
+    """
+    check_plane(plane)
+    return _read(plane, as_int32("slots", slots))
+
+
+@jax.jit
+def _read(plane, slots):
+    flat = slots.reshape(-1)
+    live = (flat >= 0) & (flat < plane.num_pages * PAGE_SIZE)
+    flat = jnp.where(live, flat, 0)
+    read = gather_keys(plane.layout, plane.payload, plane.scale, flat // PAGE_SIZE, flat % PAGE_SIZE, 1)
+    payload, scale = (jnp.where(live[:, None], x[:, 0], 0) for x in read)
+    return FP4Array(payload.reshape(*slots.shape, -1), scale.reshape(*slots.shape, -1))
+
+
+def repack(plane: IndexKPlane, layout: PageLayout | str) -> IndexKPlane:
+    """The same keys in the same slots in another layout: bytes move, none changes, live or not.
+
+    Raises:
+      ValueError: ``layout`` is FUSED.
+    """
+    check_plane(plane)
+    layout = PageLayout(layout)
+    if layout is PageLayout.FUSED and plane.layout is not PageLayout.FUSED:
+        raise ValueError("layout: repacking to FUSED is not supported, it is read-only here; use PAGE64 or PAGE8")
+    return plane if layout is plane.layout else _repack(plane, layout)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _repack(plane, layout):
+    return IndexKPlane(*convert_pages(plane.layout, layout, plane.payload, plane.scale), layout)
+
+
+def copy_pages(
+    plane: IndexKPlane,
+    source: Int[Array, "n"],
+    target: Int[Array, "n"],
+    *,
+    source_plane: IndexKPlane | None = None,
+) -> IndexKPlane:
+    """Copies whole pages, payload and scales together, into ``plane[target]``; a pair with an id out of range skips.
+
+    Args:
+      plane: where the pages go.
+      source: page ids to read, in ``source_plane`` or, where that is None, in ``plane`` as it came in.
+      target: page ids to write; of two copies to one page the later wins.
+      source_plane: a pool of the same layout.
+
+    Raises:
+      ValueError: two layouts (``repack`` one of them), or id lists of different lengths.
+    """
+    check_plane(plane)
+    other = plane if source_plane is None else source_plane
+    check_plane(other, "source_plane")
+    if other.layout is not plane.layout:
+        raise ValueError(f"source_plane: layout {other.layout}, plane has {plane.layout}; repack one of them first")
+    source, target = as_int32("source", source), as_int32("target", target)
+    check_array("target", target, (jnp.int32,), (math.prod(source.shape),))
+    return _copy_pages(plane, other, source, target)
+
+
+@jax.jit
+def _copy_pages(plane, other, source, target):
+    live = (source >= 0) & (source < other.num_pages) & (target >= 0) & (target < plane.num_pages)
+    order, target = _last_wins(target, live, plane.num_pages)
+    source = jnp.where(live, source, 0)[order]
+    return jax.tree.map(lambda x, y: x.at[target].set(y[source], mode="drop"), plane, other)

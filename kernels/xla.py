@@ -1,0 +1,153 @@
+"""The score in plain JAX: gather 1024 keys, decode, multiply, sum over heads; one row at a time.
+
+The same bits whatever surrounds a key. Each (row, tile) runs one loop body of one static shape, and nothing in it
+depends on where in the tile a key lies:
+
+- a dot never spans two scale groups. Its 32 products are small integers times one power of two, so the dot is
+  exact in any order and in any precision that holds e2m1 exactly (bfloat16 does);
+- the four groups are added as (0 + 1) + (2 + 3), the heads by halving. The barrier before the heads' sum keeps
+  the compiler from contracting a product and an addition into one rounding.
+
+A scale byte 255 makes its own column NaN. Memory: one tile (1024 keys x (128 dims + 5 heads' floats), about
+1 MiB at 32 heads) beyond inputs and output.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float32
+
+from k2i_jax.fp4 import FP4Array, decode_e2m1, decode_e8m0, unpack_nibbles
+from k2i_jax.layout import PAGE_SIZE, SCALE_BYTES, SUB_PAGE_SIZE, gather_keys
+from k2i_jax.plane import IndexKPlane
+
+TILE = 1024  # keys a step
+
+
+def _operand(payload, scale):
+    """``u8[n, 4, 16], u8[n, 4] -> f32[4, n, 32]``; dims of a group in the order (nibble, byte), for both sides."""
+    codes = unpack_nibbles(payload.transpose(1, 0, 2)).swapaxes(-1, -2)
+    values = decode_e2m1(codes) * decode_e8m0(scale.T)[:, :, None, None]
+    return values.reshape(SCALE_BYTES, -1, 32)
+
+
+def _dots(query, key):
+    """``f32[4, H, 32], f32[4, n, 32] -> f32[H, n]``: relu of the dot products."""
+    groups = lax.dot_general(
+        query, key, (((2,), (2,)), ((0,), (0,))), precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32
+    )
+    return jnp.maximum((groups[0] + groups[1]) + (groups[2] + groups[3]), 0.0)
+
+
+def _sum_heads(x):
+    while x.shape[0] > 1:
+        half = x.shape[0] // 2
+        pairs = x[:half] + x[half : 2 * half]
+        x = jnp.concatenate([pairs, x[2 * half :]]) if x.shape[0] % 2 else pairs
+    return x[0]
+
+
+class _Source:
+    """Where the columns of each row come from: ``unit`` consecutive keys per table entry (64 or 8)."""
+
+    def __init__(self, plane: IndexKPlane, entries, row_entries, ends, unit: int):
+        """``entries`` i32[S, E] in units of ``unit`` slots; ``row_entries`` i32[R] the row of it each row uses."""
+        self.step = TILE // unit  # entries a tile
+        self.width = entries.shape[1] * unit
+        if entries.shape[1] < self.step:
+            entries = jnp.pad(entries, ((0, 0), (0, self.step - entries.shape[1])), constant_values=-1)
+        self.plane, self.entries, self.row_entries, self.ends, self.unit = plane, entries, row_entries, ends, unit
+
+    def tiles(self, row):
+        """Tiles that hold a live column of ``row``."""
+        return (self.ends[row] + TILE - 1) // TILE
+
+    def load(self, row, tile):
+        """Payload u8[TILE, 4, 16], scale u8[TILE, 4], live bool[TILE] and the first column of a tile.
+
+        The last tile is moved back so that it ends with the table: its columns are computed twice, to equal bits.
+        """
+        first = jnp.minimum(tile * self.step, self.entries.shape[1] - self.step)
+        entry = lax.dynamic_slice(self.entries, (self.row_entries[row], first), (1, self.step))[0]
+        live = (entry >= 0) & (entry < self.plane.num_pages * (PAGE_SIZE // self.unit))
+        entry = jnp.where(live, entry, 0)
+        per_page = PAGE_SIZE // self.unit
+        page, key = entry // per_page, entry % per_page * self.unit
+        payload, scale = gather_keys(self.plane.layout, self.plane.payload, self.plane.scale, page, key, self.unit)
+        column = first * self.unit + jnp.arange(TILE, dtype=jnp.int32)
+        live = jnp.repeat(live, self.unit) & (column < self.ends[row])
+        return payload.reshape(TILE, SCALE_BYTES, 16), scale.reshape(TILE, SCALE_BYTES), live, first * self.unit
+
+
+def _queries(queries: FP4Array, row):
+    payload = queries.payload[row]
+    return _operand(payload.reshape(payload.shape[0], SCALE_BYTES, 16), queries.scale[row])
+
+
+def _tile_dots(query, source: _Source, row, tile):
+    payload, scale, live, first = source.load(row, tile)
+    query, key = lax.optimization_barrier((query, _operand(payload, scale)))
+    return _dots(query, key), live, first
+
+
+def _score(queries: FP4Array, weights, source: _Source) -> Float32[Array, "rows width"]:
+    rows = weights.shape[0]
+
+    def score_row(row, out):
+        query = _queries(queries, row)
+
+        def score_tile(tile, out):
+            dots, live, first = _tile_dots(query, source, row, tile)
+            products = lax.optimization_barrier(dots * weights[row][:, None])
+            logits = jnp.where(live, _sum_heads(products), -jnp.inf)
+            return lax.dynamic_update_slice(out, logits[None], (row, first))
+
+        return lax.fori_loop(0, source.tiles(row), score_tile, out)
+
+    out = jnp.full((rows, source.entries.shape[1] * source.unit), -jnp.inf, jnp.float32)
+    return lax.fori_loop(0, rows, score_row, out)[:, : source.width]
+
+
+def _weight_gradient(queries: FP4Array, source: _Source, gradient) -> Float32[Array, "rows heads"]:
+    """``sum over live columns of gradient * relu(q . k)``, tile by tile."""
+    rows, heads = queries.payload.shape[:2]
+    gradient = jnp.pad(gradient, ((0, 0), (0, max(0, TILE - gradient.shape[1]))))
+
+    def row_gradient(row, out):
+        query = _queries(queries, row)
+
+        def tile_gradient(tile, total):
+            dots, live, first = _tile_dots(query, source, row, tile)
+            live &= first + jnp.arange(TILE) >= tile * TILE  # a tile that was moved back overlaps the one before
+            part = lax.dynamic_slice(gradient, (row, first), (1, TILE))[0]
+            return total + jnp.where(live, dots, 0.0) @ jnp.where(live, part, 0.0)
+
+        total = lax.fori_loop(0, source.tiles(row), tile_gradient, jnp.zeros(heads, jnp.float32))
+        return out.at[row].set(total)
+
+    return lax.fori_loop(0, rows, row_gradient, jnp.zeros((rows, heads), jnp.float32))
+
+
+def _full_source(plane, table) -> _Source:
+    return _Source(plane, table.pages, jnp.maximum(table.row_sequences(), 0), table.live_ends(), PAGE_SIZE)
+
+
+def _candidate_source(plane, candidates) -> _Source:
+    rows, blocks = candidates.virtual_pages.shape
+    ends = jnp.clip(candidates.row_ends, 0, blocks * SUB_PAGE_SIZE)
+    return _Source(plane, candidates.virtual_pages, jnp.arange(rows, dtype=jnp.int32), ends, SUB_PAGE_SIZE)
+
+
+def index_logits(queries: FP4Array, weights, plane, table) -> Float32[Array, "rows width"]:
+    return _score(queries, weights, _full_source(plane, table))
+
+
+def candidate_logits(queries: FP4Array, weights, plane, candidates) -> Float32[Array, "rows width"]:
+    return _score(queries, weights, _candidate_source(plane, candidates))
+
+
+def index_weight_gradient(queries: FP4Array, plane, table, gradient) -> Float32[Array, "rows heads"]:
+    return _weight_gradient(queries, _full_source(plane, table), gradient)
+
+
+def candidate_weight_gradient(queries: FP4Array, plane, candidates, gradient) -> Float32[Array, "rows heads"]:
+    return _weight_gradient(queries, _candidate_source(plane, candidates), gradient)
