@@ -10,6 +10,8 @@ from jaxtyping import Array, Int32
 
 INT32_MAX = 2**31 - 1
 
+AnyArray = jax.Array | np.ndarray  # what public ops take wherever values come in
+
 
 def check_array(name: str, x: Any, dtypes: tuple, shape: tuple[int | str, ...]) -> None:
     """Raises unless ``x`` has one of ``dtypes`` and ``shape``, where a string stands for any size."""

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Int32
 
-from k2i_jax._check import INT32_MAX, as_int32, check_array
+from k2i_jax._check import INT32_MAX, AnyArray, as_int32, check_array
 from k2i_jax.layout import PAGE_SIZE, SUB_PAGE_SIZE
 from k2i_jax.page_table import PageTable, check_table
 
@@ -28,7 +28,7 @@ class CandidateBlocks:
     count: Int32[Array, "rows"]
 
     @classmethod
-    def from_ids(cls, ids: Int[Array, "rows B"]) -> "CandidateBlocks":
+    def from_ids(cls, ids: Int[AnyArray, "rows B"]) -> "CandidateBlocks":
         """From a list in any order, with repeats, padded by any negative ids (SGLang's, say).
 
         Raises:
@@ -51,9 +51,7 @@ def _canonical(ids):
     return CandidateBlocks(ids, jnp.sum(ids >= 0, axis=1, dtype=jnp.int32))
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["ids", "virtual_pages", "row_ends"], meta_fields=[]
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["ids", "virtual_pages", "row_ends"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class CandidateTable:
     """The pages of candidate blocks: a page table of 8-slot virtual pages, one row a query.

@@ -14,11 +14,20 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, UInt8
 
+from k2i_jax._check import AnyArray
 from k2i_jax.layout import GROUP
 
 _INF = 0x7F800000
 # Midpoints of the e2m1 grid 0 .5 1 1.5 2 3 4 6 as float32 (exponent field, mantissa): .25 .75 1.25 1.75 2.5 3.5 5
-_MIDPOINTS = ((125, 0), (126, 1 << 22), (127, 1 << 21), (127, 3 << 21), (128, 1 << 21), (128, 3 << 21), (129, 1 << 21))
+_MIDPOINTS = (
+    (125, 0),
+    (126, 1 << 22),
+    (127, 1 << 21),
+    (127, 3 << 21),
+    (128, 1 << 21),
+    (128, 3 << 21),
+    (129, 1 << 21),
+)
 _TIES_UP_IF_EVEN = (0, 1, 0, 1, 0, 1, 0)  # the midpoints whose even neighbour is the upper one
 
 
@@ -86,7 +95,7 @@ def _dequantize(x: FP4Array, dtype):
     return (values * decode_e8m0(x.scale)[..., None]).reshape(x.shape).astype(dtype)
 
 
-def quantize_fp4(x: Float[Array, "*batch dims"], recipe: FP4Recipe = FP4Recipe.SGLANG) -> FP4Array:
+def quantize_fp4(x: Float[AnyArray, "*batch dims"], recipe: FP4Recipe = FP4Recipe.SGLANG) -> FP4Array:
     """Quantises groups of 32 values along the last axis; the group's scale is ``ceil(log2(amax / 6))``.
 
     Args:

@@ -194,7 +194,5 @@ def query_scale_from_aiter(scale: UInt8[Array, "rows 1 4 16 4"], heads: int) -> 
       ValueError: ``scale`` is not ``[rows, 1, 4, 16, 4]`` or ``heads`` is over 64.
     """
     if scale.ndim != 5 or scale.shape[1:] != (1, 4, 16, 4) or not 0 < heads <= 64:
-        raise ValueError(
-            f"scale: expected [rows, 1, 4, 16, 4] and 1..64 heads, got {scale.shape} and {heads} heads"
-        )
+        raise ValueError(f"scale: expected [rows, 1, 4, 16, 4] and 1..64 heads, got {scale.shape} and {heads} heads")
     return scale[:, 0].transpose(0, 3, 2, 1).reshape(scale.shape[0], 64, 4)[:, :heads]

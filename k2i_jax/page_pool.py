@@ -11,13 +11,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Int32
 
-from k2i_jax._check import as_int32, check_array
+from k2i_jax._check import AnyArray, as_int32, check_array
 from k2i_jax.layout import PAGE_SIZE
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["references", "pages", "lengths"], meta_fields=[]
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["references", "pages", "lengths"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class PagePool:
     """Which pages are in use, by whom, and how long each sequence is.
@@ -55,9 +53,7 @@ class PagePool:
         return jnp.sum(self.references == 0, dtype=jnp.int32)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["slots", "source", "target", "ok"], meta_fields=[]
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["slots", "source", "target", "ok"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Append:
     """What :func:`append` handed out.
@@ -79,7 +75,7 @@ def _pages_of(lengths):
 
 
 @functools.partial(jax.jit, static_argnames="max_new")
-def append(pool: PagePool, counts: Int[Array, "sequences"], *, max_new: int) -> tuple[PagePool, Append]:
+def append(pool: PagePool, counts: Int[AnyArray, "sequences"], *, max_new: int) -> tuple[PagePool, Append]:
     """Lengthens each sequence by ``counts`` keys, allocating pages in order of their ids.
 
     Sequences are served in order; one that does not fit keeps its state and has ``ok`` False.
@@ -125,7 +121,7 @@ def append(pool: PagePool, counts: Int[Array, "sequences"], *, max_new: int) -> 
 
 
 @jax.jit
-def truncate(pool: PagePool, lengths: Int[Array, "sequences"]) -> PagePool:
+def truncate(pool: PagePool, lengths: Int[AnyArray, "sequences"]) -> PagePool:
     """Shortens sequences to ``lengths`` (rejected drafts, say) and frees the pages that nobody holds any more."""
     lengths = as_int32("lengths", lengths)
     check_array("lengths", lengths, (jnp.int32,), pool.lengths.shape)
@@ -143,7 +139,7 @@ def release(pool: PagePool, ended: Bool[Array, "sequences"]) -> PagePool:
 
 
 @jax.jit
-def fork(pool: PagePool, parent: Int[Array, ""], child: Int[Array, ""], length=None) -> PagePool:
+def fork(pool: PagePool, parent: Int[AnyArray, ""], child: Int[AnyArray, ""], length=None) -> PagePool:
     """Makes ``child`` share the first ``length`` keys (None: all) of ``parent``; what child held is released.
 
     Indices outside the pool, and a parent that is its own child, change nothing.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int32
 
-from k2i_jax._check import INT32_MAX, as_int32, check_array, is_traced
+from k2i_jax._check import INT32_MAX, AnyArray, as_int32, check_array, is_traced
 from k2i_jax.layout import PAGE_SIZE
 
 FULL_PAGE_SIZE = 256  # tokens a page of SGLang's main KV pool, whose tables index pages are derived from
@@ -58,14 +58,14 @@ class PageTable:
         return table
 
     @classmethod
-    def from_rows(cls, pages: Int[Array, "rows P"], row_ends: Int[Array, "rows"]) -> "PageTable":
+    def from_rows(cls, pages: Int[AnyArray, "rows P"], row_ends: Int[AnyArray, "rows"]) -> "PageTable":
         """A sequence a row: decode, or a table that repeats a sequence's pages for each of its rows."""
         starts = jnp.arange(np.shape(row_ends)[0] + 1, dtype=jnp.int32)
         return cls.from_arrays(pages, row_ends, starts, max_query_len=1)
 
     @classmethod
     def from_verify(
-        cls, pages: Int[Array, "sequences P"], row_ends: Int[Array, "rows"], rows_per_sequence: int
+        cls, pages: Int[AnyArray, "sequences P"], row_ends: Int[AnyArray, "rows"], rows_per_sequence: int
     ) -> "PageTable":
         """``rows_per_sequence`` rows each, as speculative verify has (drafts + 1)."""
         sequences, rows = np.shape(pages)[0], np.shape(row_ends)[0]
@@ -78,7 +78,12 @@ class PageTable:
 
     @classmethod
     def from_full_pages(
-        cls, full_pages: Int[Array, "sequences F"], row_ends: Int[Array, "rows"], *, ratio: int, query_start_loc=None
+        cls,
+        full_pages: Int[AnyArray, "sequences F"],
+        row_ends: Int[AnyArray, "rows"],
+        *,
+        ratio: int,
+        query_start_loc=None,
     ) -> "PageTable":
         """From a table of 256-token pages: index page ``full * B + k`` with ``B = 256 // ratio // 64``.
 
@@ -122,7 +127,7 @@ class PageTable:
             return jnp.full(columns.shape, -1, jnp.int32)
         return jnp.where(inside, self.pages[jnp.maximum(sequence, 0), jnp.where(inside, columns, 0)], -1)
 
-    def slots(self, positions: Int[Array, "rows n"]) -> Int32[Array, "rows n"]:
+    def slots(self, positions: Int[AnyArray, "rows n"]) -> Int32[Array, "rows n"]:
         """Pool slots ``page * 64 + position % 64``; -1 for padding (-1), past the table and for negative pages."""
         positions = as_int32("positions", positions)
         check_array("positions", positions, (jnp.int32,), (self.row_ends.shape[0], "n"))
@@ -146,12 +151,16 @@ class PageTable:
         starts, rows = np.asarray(self.query_start_loc), self.row_ends.shape[0]
         if (np.diff(starts) < 0).any() or starts[0] < 0 or starts[-1] > rows:
             raise ValueError(f"query_start_loc: must not decrease and stay in 0..{rows}, got {starts.tolist()}")
-        ends, sequences, pages = np.asarray(self.row_ends), np.asarray(self.row_sequences()), np.asarray(self.pages)
+        ends, sequences, pages = (
+            np.asarray(self.row_ends),
+            np.asarray(self.row_sequences()),
+            np.asarray(self.pages),
+        )
         past = (ends > self.width) & (sequences >= 0)
         if past.any():
             row = int(past.argmax())
             raise ValueError(f"row_ends: row {row} ends at {ends[row]}, its table holds {self.width} positions")
-        for row in np.flatnonzero(sequences >= 0):
+        for row in np.flatnonzero(sequences >= 0).tolist():
             used = pages[sequences[row], : -(-max(int(ends[row]), 0) // PAGE_SIZE)]
             bad = (used < 0) | (used >= plane.num_pages)
             if bad.any():
@@ -171,13 +180,13 @@ def check_table(table) -> None:
     check_array("table.query_start_loc", table.query_start_loc, (jnp.int32,), (table.pages.shape[0] + 1,))
 
 
-def decode_row_ends(seq_lens: Int[Array, "sequences"], *, ratio: int = 1) -> Int32[Array, "sequences"]:
+def decode_row_ends(seq_lens: Int[AnyArray, "sequences"], *, ratio: int = 1) -> Int32[Array, "sequences"]:
     """Row ends of a decode step: the row at position ``seq_len - 1`` sees ``seq_len // ratio`` keys."""
     return verify_row_ends(as_int32("seq_lens", seq_lens) - 1, 1, ratio=ratio)
 
 
 def verify_row_ends(
-    first_positions: Int[Array, "sequences"], rows_per_sequence: int, *, ratio: int = 1
+    first_positions: Int[AnyArray, "sequences"], rows_per_sequence: int, *, ratio: int = 1
 ) -> Int32[Array, "rows"]:
     """Row ends of a verify step, whose rows stand at ``first_position + 0 .. rows_per_sequence - 1``."""
     first = as_int32("first_positions", first_positions)
@@ -186,8 +195,8 @@ def verify_row_ends(
 
 
 def prefill_row_ends(
-    first_positions: Int[Array, "sequences"],
-    query_start_loc: Int[Array, "sequences+1"],
+    first_positions: Int[AnyArray, "sequences"],
+    query_start_loc: Int[AnyArray, "sequences+1"],
     num_rows: int,
     *,
     ratio: int = 1,

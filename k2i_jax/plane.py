@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, UInt8
 
-from k2i_jax._check import INT32_MAX, as_int32, check_array
+from k2i_jax._check import INT32_MAX, AnyArray, as_int32, check_array
 from k2i_jax.fp4 import FP4Array, FP4Recipe
 from k2i_jax.layout import (
     KEY_BYTES,
@@ -36,9 +36,7 @@ _SCALE_SHAPES = {
 _VIRTUAL_SHAPES = {"payload": (4, 4, 2, 16), "scale": (4, 8)}  # PAGE8's own, of one virtual page
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["payload", "scale"], meta_fields=["layout"]
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["payload", "scale"], meta_fields=["layout"])
 @dataclasses.dataclass(frozen=True)
 class IndexKPlane:
     """One layer's index keys. Build it with :meth:`zeros` or :meth:`from_arrays`.
@@ -161,7 +159,7 @@ def _check_writable(plane: IndexKPlane, what: str) -> None:
 
 def write_keys(
     plane: IndexKPlane,
-    slots: Int[Array, "keys"],
+    slots: Int[AnyArray, "keys"],
     keys: FP4Array,
     *,
     skip_slot_zero: bool = False,
@@ -207,14 +205,15 @@ def _write_impl(plane, slots, keys, skip_slot_zero):
     order, slots = _last_wins(slots, live, end)
     page, key = slots // PAGE_SIZE, slots % PAGE_SIZE
     values = keys.payload[order], keys.scale[order]
-    return IndexKPlane(*scatter_keys(plane.layout, plane.payload, plane.scale, page, key, *values), plane.layout)
+    payload, scale = scatter_keys(plane.layout, plane.payload, plane.scale, page, key, *values)
+    return IndexKPlane(payload, scale, plane.layout)
 
 
 _write = jax.jit(_write_impl, static_argnums=3)
 _write_donating = jax.jit(_write_impl, static_argnums=3, donate_argnums=0)
 
 
-def read_keys(plane: IndexKPlane, slots: Int[Array, "*n"]) -> FP4Array:
+def read_keys(plane: IndexKPlane, slots: Int[AnyArray, "*n"]) -> FP4Array:
     """Reads the keys in ``slots``: payload u8[*n, 64], scale u8[*n, 4]; all zero where a slot is out of range.
 
     Raises:
@@ -249,13 +248,14 @@ def repack(plane: IndexKPlane, layout: PageLayout | str) -> IndexKPlane:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _repack(plane, layout):
-    return IndexKPlane(*convert_pages(plane.layout, layout, plane.payload, plane.scale), layout)
+    payload, scale = convert_pages(plane.layout, layout, plane.payload, plane.scale)
+    return IndexKPlane(payload, scale, layout)
 
 
 def copy_pages(
     plane: IndexKPlane,
-    source: Int[Array, "n"],
-    target: Int[Array, "n"],
+    source: Int[AnyArray, "n"],
+    target: Int[AnyArray, "n"],
     *,
     source_plane: IndexKPlane | None = None,
 ) -> IndexKPlane:

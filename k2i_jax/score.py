@@ -4,30 +4,27 @@ DeepGEMM and aiter call it ``paged_mqa_logits``.
 """
 
 import functools
-import importlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from k2i_jax._check import check_array
+from k2i_jax._check import AnyArray, check_array
 from k2i_jax.candidates import CandidateTable, check_candidates
 from k2i_jax.fp4 import FP4Array
+from k2i_jax.implementations import IMPLEMENTATIONS
 from k2i_jax.kernels import xla
 from k2i_jax.layout import PAYLOAD_BYTES, SCALE_BYTES
 from k2i_jax.page_table import PageTable, check_table
 from k2i_jax.plane import IndexKPlane, check_plane
-
-#: Implementations by name: the module that holds each. Every one offers ``index_logits`` and ``candidate_logits``.
-IMPLEMENTATIONS = {"xla": "k2i_jax.kernels.xla"}
 
 MAX_HEADS = 128
 
 
 def index_logits(
     queries: FP4Array,
-    weights: Float[Array, "rows heads"],
+    weights: Float[AnyArray, "rows heads"],
     plane: IndexKPlane,
     table: PageTable,
     *,
@@ -62,7 +59,7 @@ def index_logits(
 
 def candidate_logits(
     queries: FP4Array,
-    weights: Float[Array, "rows heads"],
+    weights: Float[AnyArray, "rows heads"],
     plane: IndexKPlane,
     candidate_table: CandidateTable,
     *,
@@ -120,8 +117,7 @@ def _scaled_logits(kind, implementation, queries, weights, plane, columns, weigh
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _logits(kind, implementation, queries, weights, plane, columns):
-    module = importlib.import_module(IMPLEMENTATIONS[implementation])
-    return getattr(module, f"{kind}_logits")(queries, weights, plane, columns)
+    return getattr(IMPLEMENTATIONS[implementation].load(), f"{kind}_logits")(queries, weights, plane, columns)
 
 
 def _logits_forward(kind, implementation, queries, weights, plane, columns):

@@ -15,8 +15,14 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int, Int32, UInt32
 
-from k2i_jax._check import as_int32, check_array
-from k2i_jax.candidates import CandidateBlocks, CandidateTable, candidate_table, check_blocks, check_candidates
+from k2i_jax._check import AnyArray, as_int32, check_array
+from k2i_jax.candidates import (
+    CandidateBlocks,
+    CandidateTable,
+    candidate_table,
+    check_blocks,
+    check_candidates,
+)
 from k2i_jax.fp4 import FP4Array
 from k2i_jax.layout import SUB_PAGE_SIZE
 from k2i_jax.page_table import PageTable, check_table
@@ -29,9 +35,7 @@ _PINNED = np.uint32(0xFFFFFFFF)
 _SIGN = np.uint32(1 << 31)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["positions", "slots", "count"], meta_fields=[]
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["positions", "slots", "count"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Selection:
     """The positions each row attends to.
@@ -61,7 +65,11 @@ def _top(keys: UInt32[Array, "rows n"], count: Int32[Array, "rows"]) -> Bool[Arr
 
     def refine(i, threshold):
         shift = jnp.uint32(30) - 2 * i.astype(jnp.uint32)
-        for digit in (1, 2, 3):  # the largest digit that still leaves ``count`` keys wins; counts fall with digits
+        for digit in (
+            1,
+            2,
+            3,
+        ):  # the largest digit that still leaves ``count`` keys wins; counts fall with digits
             trial = threshold & ~(jnp.uint32(3) << shift) | (jnp.uint32(digit) << shift)
             enough = jnp.sum(keys >= trial[:, None], axis=1, dtype=jnp.int32) >= count
             threshold = jnp.where(enough, trial, threshold)
@@ -84,8 +92,8 @@ def _columns(chosen: Bool[Array, "rows n"], k: int) -> Int32[Array, "rows k"]:
 
 
 def select_candidate_blocks(
-    logits: Float32[Array, "rows width"],
-    row_ends: Int[Array, "rows"],
+    logits: Float32[AnyArray, "rows width"],
+    row_ends: Int[AnyArray, "rows"],
     *,
     topk_blocks: int = 2048,
     block_size: int = SUB_PAGE_SIZE,
@@ -131,7 +139,7 @@ def _select_blocks(logits, row_ends, topk_blocks, block_size):
 
 
 def select_topk(
-    logits: Float32[Array, "rows width"], table: PageTable | CandidateTable, *, k: int = 512
+    logits: Float32[AnyArray, "rows width"], table: PageTable | CandidateTable, *, k: int = 512
 ) -> Selection:
     """Chooses up to ``k`` columns a row by score, ties to the lowest position; NaN and -inf are never chosen.
 

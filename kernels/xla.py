@@ -33,7 +33,11 @@ def _operand(payload, scale):
 def _dots(query, key):
     """``f32[4, H, 32], f32[4, n, 32] -> f32[H, n]``: relu of the dot products."""
     groups = lax.dot_general(
-        query, key, (((2,), (2,)), ((0,), (0,))), precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32
+        query,
+        key,
+        (((2,), (2,)), ((0,), (0,))),
+        precision=lax.Precision.DEFAULT,
+        preferred_element_type=jnp.float32,
     )
     return jnp.maximum((groups[0] + groups[1]) + (groups[2] + groups[3]), 0.0)
 
@@ -55,7 +59,13 @@ class _Source:
         self.width = entries.shape[1] * unit
         if entries.shape[1] < self.step:
             entries = jnp.pad(entries, ((0, 0), (0, self.step - entries.shape[1])), constant_values=-1)
-        self.plane, self.entries, self.row_entries, self.ends, self.unit = plane, entries, row_entries, ends, unit
+        self.plane, self.entries, self.row_entries, self.ends, self.unit = (
+            plane,
+            entries,
+            row_entries,
+            ends,
+            unit,
+        )
 
     def tiles(self, row):
         """Tiles that hold a live column of ``row``."""
@@ -75,7 +85,12 @@ class _Source:
         payload, scale = gather_keys(self.plane.layout, self.plane.payload, self.plane.scale, page, key, self.unit)
         column = first * self.unit + jnp.arange(TILE, dtype=jnp.int32)
         live = jnp.repeat(live, self.unit) & (column < self.ends[row])
-        return payload.reshape(TILE, SCALE_BYTES, 16), scale.reshape(TILE, SCALE_BYTES), live, first * self.unit
+        return (
+            payload.reshape(TILE, SCALE_BYTES, 16),
+            scale.reshape(TILE, SCALE_BYTES),
+            live,
+            first * self.unit,
+        )
 
 
 def _queries(queries: FP4Array, row):

@@ -1,0 +1,5 @@
+import sys
+
+from k2i_jax.cli import main
+
+sys.exit(main())

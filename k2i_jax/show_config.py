@@ -1,0 +1,65 @@
+"""``k2i-jax show-config``: versions, devices, and which implementations can run here, or why not."""
+
+import os
+import platform
+from importlib import metadata
+from typing import Any
+
+import jax
+
+from k2i_jax.implementations import IMPLEMENTATIONS, device_platform
+
+#: Packages worth a line, with the extra that installs them (None: a runtime dependency).
+PACKAGES = {
+    "k2i_jax": None, "jax": None, "jaxlib": None, "numpy": None, "jaxtyping": None,
+    "jax-rocm7-plugin": "rocm7", "jax-rocm7-pjrt": "rocm7", "jax-rocm10-plugin": "rocm10",
+    "jax-rocm10-pjrt": "rocm10", "jax-cuda13-plugin": "cuda", "triton": "jax_triton", "jax-triton": "jax_triton",
+    "torch": "torch", "flax": "flax", "rich": "cli", "matplotlib": "plot", "hypothesis": "test",
+}  # fmt: skip
+VARIABLES = ("JAX_PLATFORMS", "JAX_ENABLE_X64", "XLA_FLAGS", "XLA_PYTHON_CLIENT_PREALLOCATE", "HIP_VISIBLE_DEVICES",
+             "CUDA_VISIBLE_DEVICES")  # fmt: skip
+
+
+def collect() -> dict[str, Any]:
+    """Everything the command prints, as plain data."""
+    return {
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "packages": {name: _version(name) for name in PACKAGES},
+        "variables": {name: os.environ.get(name) for name in VARIABLES},
+        "devices": [{"platform": d.platform, "kind": d.device_kind, "id": d.id} for d in jax.devices()],
+        "implementations": {
+            name: implementation.why_not(device_platform()) or "runs here"
+            for name, implementation in IMPLEMENTATIONS.items()
+        },
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def show(facts: dict[str, Any], console) -> None:
+    """Prints :func:`collect`'s facts as tables."""
+    from rich.table import Table
+
+    console.print(f"Python {facts['python']} on {facts['machine']}")
+    table = Table("package", "version", "installed by")
+    for name, version in facts["packages"].items():
+        extra = PACKAGES[name]
+        table.add_row(name, version or "-", rf"k2i_jax\[{extra}]" if extra else "k2i_jax")
+    console.print(table)
+    table = Table("device", "platform", "kind")
+    for device in facts["devices"]:
+        table.add_row(str(device["id"]), device["platform"], device["kind"])
+    console.print(table)
+    table = Table("implementation", f"on {device_platform()}")
+    for row in facts["implementations"].items():
+        table.add_row(*row)
+    console.print(table)
+    for name, value in facts["variables"].items():
+        if value is not None:
+            console.print(f"{name}={value}")
