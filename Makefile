@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PYTEST_ARGS ?=
 
-.PHONY: demo test lint typecheck wheel clean
+.PHONY: demo test test-rocm-aot lint typecheck wheel clean
 
 demo: .venv/ready
 	.venv/bin/k2i-jax demo
@@ -41,5 +41,22 @@ wheel: .venv-dev/ready
 	.venv-dev/bin/pip install -q '.[dev,cli]'
 	touch $@
 
+# Opt-in: whole steps compiled for gfx950 by XLA's own ROCm compiler, no GPU needed. Needs Python 3.12, gcc, binutils.
+# `make test-rocm-aot ROCM=10 JAX=0.12.0` tries the ROCm 10 plugin.
+ROCM ?= 7
+JAX ?= 0.11.2
+PYTHON_ROCM ?= python3.12
+ROCM_VENV = .venv-rocm$(ROCM)
+
+test-rocm-aot: $(ROCM_VENV)/ready
+	LD_LIBRARY_PATH=$(CURDIR)/$(ROCM_VENV)/stubs K2I_JAX_ROCM_STUBS=1 JAX_PLATFORMS=cpu \
+	  $(ROCM_VENV)/bin/python -m pytest tests/rocm_aot $(PYTEST_ARGS)
+
+$(ROCM_VENV)/ready: pyproject.toml tools/rocm_stubs.py
+	$(PYTHON_ROCM) -m venv $(ROCM_VENV)
+	$(ROCM_VENV)/bin/pip install -q -e '.[test]' 'jax~=$(JAX)' 'jax-rocm$(ROCM)-pjrt~=$(JAX)' llvm-nanobind msgpack
+	$(ROCM_VENV)/bin/python tools/rocm_stubs.py $(ROCM_VENV)/lib/python3*/site-packages/jax_plugins/xla_rocm$(ROCM)/xla_rocm_plugin.so $(ROCM_VENV)/stubs
+	touch $@
+
 clean:
-	rm -rf .venv .venv-test .venv-dev build dist *.egg-info
+	rm -rf .venv .venv-test .venv-dev .venv-rocm* build dist *.egg-info

@@ -42,4 +42,5 @@ def device_platform() -> str:
 
 IMPLEMENTATIONS = {
     "xla": Implementation("k2i_jax.kernels.xla"),
+    "pallas": Implementation("k2i_jax.kernels.pallas_score", platforms=("cuda", "rocm"), interprets=True),
 }

@@ -4,10 +4,14 @@ DeepGEMM and aiter call it ``paged_mqa_logits``.
 """
 
 import functools
-from typing import Any
+import logging
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jaxtyping import Array, Float, Float32
 
 from k2i_jax._check import AnyArray, check_array
@@ -15,11 +19,14 @@ from k2i_jax.candidates import CandidateTable, check_candidates
 from k2i_jax.fp4 import FP4Array
 from k2i_jax.implementations import IMPLEMENTATIONS
 from k2i_jax.kernels import xla
-from k2i_jax.layout import PAYLOAD_BYTES, SCALE_BYTES
+from k2i_jax.kernels.config import Config
+from k2i_jax.layout import PAYLOAD_BYTES, SCALE_BYTES, PageLayout
 from k2i_jax.page_table import PageTable, check_table
 from k2i_jax.plane import IndexKPlane, check_plane
 
 MAX_HEADS = 128
+
+_log = logging.getLogger(__name__)
 
 
 def index_logits(
@@ -31,6 +38,7 @@ def index_logits(
     weight_scale: Any = 1.0,
     implementation: str | None = None,
     interpret: bool = False,
+    config: Config | None = None,
 ) -> Float32[Array, "rows 64*P"]:
     """Scores every position that each row sees (FULL; DeepGEMM's and aiter's ``paged_mqa_logits``).
 
@@ -41,20 +49,23 @@ def index_logits(
       table: page ids and row ends of the same rows.
       weight_scale: multiplies the weights, in float32.
       implementation: None (the best for the device the code is lowered for) or a name.
+        "pallas" named on a platform that it does not lower for raises when lowered.
       interpret: run the Pallas kernels in interpret mode, on any host.
+      config: how the Pallas kernels are cut (``k2i_jax.kernels.config.Config``); None chooses by device and shape.
 
     Returns:
       f32[rows, 64 P]. Exactly -inf at and past a row's end, and where a page id lies outside the plane.
       Differentiable with respect to ``weights`` and ``weight_scale`` (reverse mode); nothing else has a gradient.
 
     Raises:
-      TypeError, ValueError: wrong types or shapes, or an implementation that does not exist or cannot do this.
+      TypeError, ValueError: wrong types or shapes, an implementation that does not exist or cannot read the layout.
+      NotImplementedError: a named implementation lowered for a platform that it lacks.
     """
     check_plane(plane)
     check_table(table)
     weights = _check_queries(queries, weights, table.row_ends.shape[0])
-    _check_implementation(implementation, interpret)
-    return _index_logits(queries, weights, plane, table, weight_scale, implementation=implementation)
+    choice = _resolve(implementation, interpret, config, plane)
+    return _score("index", choice, queries, weights, plane, table, weight_scale)
 
 
 def candidate_logits(
@@ -66,6 +77,7 @@ def candidate_logits(
     weight_scale: Any = 1.0,
     implementation: str | None = None,
     interpret: bool = False,
+    config: Config | None = None,
 ) -> Float32[Array, "rows 8*B"]:
     """Scores the candidate blocks of each row only (REINDEX): column ``8 i + t`` is position ``8 ids[i] + t``.
 
@@ -75,8 +87,8 @@ def candidate_logits(
     check_plane(plane)
     check_candidates(candidate_table)
     weights = _check_queries(queries, weights, candidate_table.row_ends.shape[0])
-    _check_implementation(implementation, interpret)
-    return _candidate_logits(queries, weights, plane, candidate_table, weight_scale, implementation=implementation)
+    choice = _resolve(implementation, interpret, config, plane)
+    return _score("candidate", choice, queries, weights, plane, candidate_table, weight_scale)
 
 
 def _check_queries(queries, weights, rows):
@@ -91,43 +103,87 @@ def _check_queries(queries, weights, rows):
     return jnp.asarray(weights)
 
 
-def _check_implementation(implementation, interpret) -> None:
+def _resolve(implementation, interpret, config, plane) -> "_Choice":
+    """What to run: a name, or None where the platform decides; says why a request cannot be met."""
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation: expected None or one of {sorted(IMPLEMENTATIONS)}, got {implementation!r}")
-    if interpret:
-        raise ValueError(f"interpret: is about the Pallas kernels; implementation={implementation!r} has none")
+    if interpret and implementation not in (None, "pallas"):
+        raise ValueError(f"interpret: runs the Pallas kernels; implementation={implementation!r} has no interpret mode")
+    if config is not None and not isinstance(config, Config):
+        raise TypeError(f"config: expected a k2i_jax.kernels.config.Config, got {type(config).__name__}")
+    name = "pallas" if interpret else implementation
+    if plane.layout is PageLayout.FUSED:
+        if name == "pallas":
+            raise ValueError(
+                "implementation: pallas does not read FUSED planes; repack(plane, 'page64') first, or use xla"
+            )
+        name = "xla"
+    if config is not None and name == "xla":
+        raise ValueError("config: tunes the Pallas kernels; xla has none")
+    return _Choice(name, interpret, config)
 
 
-@functools.partial(jax.jit, static_argnames="implementation")
-def _index_logits(queries, weights, plane, table, weight_scale, *, implementation):
-    return _scaled_logits("index", implementation, queries, weights, plane, table, weight_scale)
+class _Choice(NamedTuple):
+    name: str | None
+    interpret: bool
+    config: Config | None
 
 
-@functools.partial(jax.jit, static_argnames="implementation")
-def _candidate_logits(queries, weights, plane, candidates, weight_scale, *, implementation):
-    return _scaled_logits("candidate", implementation, queries, weights, plane, candidates, weight_scale)
-
-
-def _scaled_logits(kind, implementation, queries, weights, plane, columns, weight_scale):
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _score(kind, choice, queries, weights, plane, columns, weight_scale):
     weights = weights.astype(jnp.float32) * jnp.asarray(weight_scale, jnp.float32)
     if 0 in (*weights.shape, columns.width, *getattr(columns, "pages", weights).shape):
         return jnp.full((weights.shape[0], columns.width), -jnp.inf, jnp.float32)
-    return _logits(kind, implementation or "xla", queries, weights, plane, columns)
+    return _logits(kind, choice, queries, weights, plane, columns)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _logits(kind, implementation, queries, weights, plane, columns):
-    return getattr(IMPLEMENTATIONS[implementation].load(), f"{kind}_logits")(queries, weights, plane, columns)
+def _logits(kind, choice, *args):
+    run_xla = getattr(xla, f"{kind}_logits")
+    if choice.name == "xla":
+        return run_xla(*args)
+    try:  # imported here: the Pallas kernels need jax internals that plain JAX scoring can do without
+        module = IMPLEMENTATIONS["pallas"].load()
+    except ImportError as error:
+        if choice.name == "pallas" or choice.config is not None:
+            raise
+        _log.warning("scoring with implementation='xla': %s", error)
+        return run_xla(*args)
+    run = functools.partial(getattr(module, f"{kind}_logits"), config=choice.config)
+    if choice.interpret:
+        return run(*args, interpret=True)
+    if choice.name == "pallas":
+        return lax.platform_dependent(*args, cuda=run, rocm=run, default=_refuse_platform)
+    return lax.platform_dependent(*args, cuda=run, rocm=run, default=run_xla)
 
 
-def _logits_forward(kind, implementation, queries, weights, plane, columns):
-    return _logits(kind, implementation, queries, weights, plane, columns), (queries, plane, columns)
+def _logits_forward(kind, choice, queries, weights, plane, columns):
+    return _logits(kind, choice, queries, weights, plane, columns), (queries, plane, columns)
 
 
-def _logits_backward(kind, implementation, saved, gradient):
+def _logits_backward(kind, choice, saved, gradient):
     queries, plane, columns = saved
     backward = getattr(xla, f"{kind}_weight_gradient")
     return None, backward(queries, plane, columns, gradient), None, None
 
 
 _logits.defvjp(_logits_forward, _logits_backward)
+
+_refuse_p = Primitive("k2i_refuse_platform")
+_refuse_p.def_abstract_eval(lambda like, **_: like)
+
+
+def _refuse_platform(queries, weights, plane, columns):
+    """The branch of platforms that the Pallas kernels do not lower for: tracing passes it, lowering raises."""
+    del queries, plane
+    return _refuse_p.bind(jnp.zeros((weights.shape[0], columns.width), jnp.float32))
+
+
+def _refuse_lowering(ctx, *_):
+    platforms = ctx.module_context.platforms
+    raise NotImplementedError(
+        f"implementation='pallas' was lowered for {' and '.join(platforms)}: it {IMPLEMENTATIONS['pallas'].why_not('')}"
+    )
+
+
+mlir.register_lowering(_refuse_p, _refuse_lowering)

@@ -24,6 +24,7 @@ from k2i_jax.candidates import (
     check_candidates,
 )
 from k2i_jax.fp4 import FP4Array
+from k2i_jax.kernels.config import Config
 from k2i_jax.layout import SUB_PAGE_SIZE
 from k2i_jax.page_table import PageTable, check_table
 from k2i_jax.plane import IndexKPlane
@@ -188,6 +189,7 @@ def reindex(
     weight_scale: Any = 1.0,
     implementation: str | None = None,
     interpret: bool = False,
+    config: Config | None = None,
 ) -> Selection:
     """Scores the candidate blocks with this layer's queries and selects among them (REINDEX).
 
@@ -198,7 +200,12 @@ def reindex(
     check_table(table)
     check_blocks(blocks, table.row_ends.shape[0])
     candidates = candidate_table(blocks, table)
-    options: dict = {"weight_scale": weight_scale, "implementation": implementation, "interpret": interpret}
+    options: dict = {
+        "weight_scale": weight_scale,
+        "implementation": implementation,
+        "interpret": interpret,
+        "config": config,
+    }
     return select_topk(candidate_logits(queries, weights, plane, candidates, **options), candidates, k=k)
 
 
@@ -214,6 +221,7 @@ def source(
     weight_scale: Any = 1.0,
     implementation: str | None = None,
     interpret: bool = False,
+    config: Config | None = None,
 ) -> tuple[Selection, CandidateBlocks]:
     """Scores everything, selects, and publishes candidate blocks (SOURCE), never holding all logits at once.
 
@@ -227,7 +235,12 @@ def source(
     check_table(table)
     if rows_per_step < 1:
         raise ValueError(f"rows_per_step: expected at least 1, got {rows_per_step}")
-    options: dict = {"weight_scale": weight_scale, "implementation": implementation, "interpret": interpret}
+    options: dict = {
+        "weight_scale": weight_scale,
+        "implementation": implementation,
+        "interpret": interpret,
+        "config": config,
+    }
 
     def select(first, queries, weights, row_ends):
         starts = jnp.clip(table.query_start_loc - first, 0, row_ends.shape[0])

@@ -147,7 +147,8 @@ _PTX_HIGH = _PTX.format(
 )
 
 
-def _f16_bits(code):
+def f16_code(code):
+    """f16 of e2m1 codes given as int32 0..15: their value times 2^-14, which is bits alone."""
     bits = ((code & 7) << 9) | ((code & 8) << 12)
     return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16)
 
@@ -159,7 +160,7 @@ def _swap_middle(x):
 
 def _new_unpack(name: str, shift: int, ptx: str):
     def decode(payload):
-        return _swap_middle(_f16_bits(payload.astype(jnp.int32) >> shift))
+        return _swap_middle(f16_code((payload.astype(jnp.int32) >> shift) & 15))
 
     def decode_ptx(payload):
         out = jax.ShapeDtypeStruct(payload.shape, jnp.float16)
@@ -176,6 +177,21 @@ def _new_unpack(name: str, shift: int, ptx: str):
 
 _unpack_low_p = _new_unpack("k2i_unpack_low", 0, _PTX_LOW)
 _unpack_high_p = _new_unpack("k2i_unpack_high", 4, _PTX_HIGH)
+
+# --- a scalar that every lane shares ---------------------------------------------------------------------------------
+
+
+def uniform(x):
+    """The i32 scalar ``x``, held once for all lanes on AMD GPUs rather than in a register of each."""
+    return _uniform_p.bind(x)
+
+
+_uniform_p = private.new_primitive(
+    "k2i_uniform",
+    lambda x: (x.shape, x.dtype),
+    lambda x: x,
+    lambda ctx, x: private.build_readfirstlane(x) if private.platform(ctx) == "rocm" else x,
+)
 
 # --- dot of decoded operands ----------------------------------------------------------------------------------------
 

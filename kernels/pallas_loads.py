@@ -32,59 +32,118 @@ SCALE_STRIDES = {
     "page64": {"t": (4, 8, 16, 32, 1, 2), "c": (64, 128)},
     "page8": {"t": (1, 2, 4, 32, 64, 128), "c": (8, 16)},
 }
-COLUMN_STRIDES = {"t": (1, 2, 4, 8, 16, 32)}
-BYTES = Digit("r", 0, 16)
+COLUMN_STRIDES = (1, 2, 4, 8, 16, 32)  # of the bits of t
 
 
-def _t(bit, size=2):
+def t(bit: int, size: int = 2) -> Digit:
+    """A digit of the key's number."""
     return Digit("t", bit, size)
 
 
 def linear(digits, strides):
-    """i32 tensor over ``digits``' shape: the sum of digit times stride, without the axes ``strides`` lacks."""
+    """i32 tensor over ``digits``' shape: the sum of digit times stride; axes missing from ``strides`` count 0."""
     shape = tuple(digit.size for digit in digits)
-    terms = [iota(shape, i) * strides[d.axis][d.bit] for i, d in enumerate(digits) if d.axis in strides]
-    return sum(terms[1:], terms[0])
+    return sum((iota(shape, i) * strides[d.axis][d.bit] for i, d in enumerate(digits) if d.axis in strides), 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class KeyOrder:
-    """Dims of a tile's payload load: the outermost first, the 16 bytes of a (key, group) last."""
+    """The order in which one layout's keys are loaded for one matrix operand, and their logits stored.
+
+    Attributes:
+      layout: "page64" or "page8".
+      unit: keys a table entry: 64, or 8 for candidates (an entry is then a virtual page, ``8 page + sub``).
+      payload: dims of the payload load, outermost first.
+      scale: dims of the scale load.
+      store: dims of the logits' store; one dim of 64 for a plain row.
+      opaque_scale: keep the compiler from seeing which scales lie side by side: it would load them in another order.
+    """
 
     layout: str
+    unit: int
     payload: tuple[Digit, ...]
     scale: tuple[Digit, ...]
-    unit: int  # keys a table entry: 64, or 8 for candidates
+    store: tuple[Digit, ...]
+    opaque_scale: bool = False
 
     @property
-    def keys(self) -> tuple[Digit, ...]:
-        """The digits that number a key, in payload order: the row order of the matrix operand."""
-        return tuple(digit for digit in self.payload if digit.axis in "tg")
+    def flat(self) -> bool:
+        """Whether the store is a plain row."""
+        return len(self.store) == 1
 
-    def places(self, digits, count, step, *, group_keys):
-        """Table entry of every element of ``digits``' shape: where ``count`` entries are live, the last at most."""
-        per_group = 64 // self.unit
-        entry = {"g": (per_group,)}
-        if self.unit == 8:
-            entry["t"] = (0, 0, 0, 1, 2, 4)
-        return jnp.minimum(step * (group_keys // self.unit) + linear(digits, entry), count - 1)
+    @property
+    def entry(self) -> tuple[Digit, ...]:
+        """The digits that choose a table entry."""
+        return tuple(d for d in self.payload if d.axis == "g" or (self.unit == 8 and d.axis == "t" and d.bit >= 3))
 
-    def entry_digits(self, digits) -> tuple[Digit, ...]:
-        """``digits`` with those that do not choose a table entry shrunk to size 1."""
-        chooses = lambda d: d.axis == "g" or (d.axis == "t" and self.unit == 8 and d.bit >= 3)
-        return tuple(d if chooses(d) else d._replace(size=1) for d in digits)
+    @property
+    def groups(self) -> int:
+        """64-key groups a step."""
+        return next((d.size for d in self.payload if d.axis == "g"), 1)
 
-    def load(self, payload_ref, scale_ref, entries):
-        """Payload u8 and scale u8 tensors in load order, for table entries over ``entry_digits`` (clamped ids)."""
+    def entry_index(self, step, live):
+        """Table index of each of a step's entries, of which the first ``live`` count; past them the last repeats."""
+        strides = {"g": (1,)} if self.unit == 64 else {"g": (8,), "t": (0, 0, 0, 1, 2, 4)}
+        per_step = self.groups * 64 // self.unit
+        return jnp.minimum(step * per_step + linear(self.entry, strides), live - 1)
+
+    def spread(self, x, digits):
+        """A tensor over ``entry`` with dims of size 1 for the other ``digits``, so that it broadcasts to them."""
+        if not self.entry:
+            return x
+        x = x.transpose([self.entry.index(d) for d in digits if d in self.entry])
+        return jnp.expand_dims(x, [i for i, d in enumerate(digits) if d not in self.entry])
+
+    def columns(self, index, digits, opaque_zero):
+        """Column of every element over ``digits``, for ``entry_index``'s tensor.
+
+        Bit 0 is combined with a zero that the compiler does not know: a store that looked contiguous along it would
+        be given another data layout, and go through shared memory.
+        """
+        strides = COLUMN_STRIDES if self.unit == 64 else (*COLUMN_STRIDES[:3], 0, 0, 0)
+        shape = tuple(digit.size for digit in digits)
+        inside = 0
+        for i, digit in enumerate(digits):
+            if digit.axis == "t":
+                value = iota(shape, i)
+                inside += (value ^ opaque_zero if digit == t(0) else value) * strides[digit.bit]
+        return self.spread(index * self.unit, digits) + inside
+
+    def flat_columns(self, step, live):
+        """For a flat store of one group: table index (of each column for unit 8, else a scalar) and column."""
+        column = step * 64 + iota((64,), 0)
+        if self.unit == 64:
+            index = jnp.minimum(step, live - 1)
+            return index, index * 64 + iota((64,), 0)
+        index = jnp.minimum(column >> 3, live - 1)
+        return index, index * 8 + (column & 7)
+
+    def load(self, payload_ref, scale_ref, entry, opaque_zero):
+        """Loads a step's keys.
+
+        Args:
+          payload_ref: u8[pages, 4096].
+          scale_ref: u8[pages, 256].
+          entry: i32 over ``entry``: page ids (virtual ones for unit 8) inside the plane.
+          opaque_zero: a zero that the compiler does not know.
+
+        Returns:
+          u8 tensors over ``payload`` and ``scale``.
+        """
+        payload, scale = PAYLOAD_STRIDES[self.layout], SCALE_STRIDES[self.layout]
         return (
-            self._load(payload_ref, PAYLOAD_STRIDES[self.layout], self.payload, entries(self.payload)),
-            self._load(scale_ref, SCALE_STRIDES[self.layout], self.scale, entries(self.scale)),
+            self._load(payload_ref, payload, self.payload, entry),
+            self._load(scale_ref, scale, self.scale, entry, opaque_zero if self.opaque_scale else None),
         )
 
-    def _load(self, ref, strides, digits, entry):
+    def _load(self, ref, strides, digits, entry, opaque_zero=None):
+        entry = self.spread(entry, digits)
+        offset = linear(digits, strides if self.unit == 64 else {**strides, "t": (*strides["t"][:3], 0, 0, 0)})
+        if opaque_zero is not None:
+            offset = offset ^ opaque_zero
         if self.unit == 64:
-            return load_bytes(ref, entry, linear(digits, strides))
-        sub, strides = entry & 7, {**strides, "t": strides["t"][:3] + (0, 0, 0)}
-        first, second = SCALE_STRIDES[self.layout]["t"][3:5] if "r" not in strides else PAYLOAD_STRIDES[self.layout]["t"][3:5]
-        base = sub * first if second == 2 * first else (sub & 1) * first + (sub >> 1) * second
-        return load_bytes(ref, entry >> 3, base + linear(digits, strides))
+            return load_bytes(ref, entry, offset)
+        b3, b4, b5 = strides["t"][3:]
+        sub = entry & 7
+        base = sub * b3 if b5 == 4 * b3 else (sub & 1) * b3 + (sub >> 1) * b4
+        return load_bytes(ref, entry >> 3, base + offset)

@@ -1,0 +1,217 @@
+"""The two arithmetic bodies of the score kernel: what a row's queries are loaded into, and logits of a tile of keys.
+
+A body has ``order`` (how keys are loaded), ``queries`` (a row's operands), ``prepare`` (loaded keys -> operand, once
+for all rows) and ``logits`` (operand and a row's queries -> f32 over the order's ``store`` dims).
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import triton as plt
+
+from k2i_jax.kernels.dot_scaled import (
+    HEADS,
+    PACK_ORDER,
+    dot_decoded,
+    dot_scaled,
+    e8m0,
+    f16_code,
+    iota,
+    scale_by_powers,
+    sum_heads,
+    unpack_high,
+    unpack_low,
+)
+from k2i_jax.kernels.pallas_loads import Digit, KeyOrder, t
+
+_R = Digit("r", 0, 16)
+_C0, _C1, _C = Digit("c", 0, 2), Digit("c", 1, 2), Digit("c", 0, 4)
+
+
+def _load_heads(ref, row, head, index, heads, other=0):
+    """``ref[row, head, index]``, with ``other`` for heads that do not exist."""
+    exists = head < heads
+    head = head if heads % HEADS == 0 else jnp.minimum(head, heads - 1)
+    where = ref.at[row, head] if index is None else ref.at[row, head, index]
+    if heads % HEADS == 0:
+        return plt.load(where)
+    return plt.load(where, mask=exists, other=other)
+
+
+@dataclasses.dataclass(frozen=True)
+class DotScaled:
+    """Keys as M of the scaled FP4 dot, 64 keys a warp. The operand's order is gfx950's 32x32x64 instruction's."""
+
+    layout: str
+    unit: int
+    heads: int
+    groups: int  # 64-key groups a step: one a warp
+
+    @property
+    def order(self) -> KeyOrder:
+        if self.layout == "page64" and self.unit == 64:
+            register, lanes = t(4), (t(5), t(0, 16))
+        else:
+            register, lanes = t(0), (t(1), t(3, 8), t(2))
+        group = Digit("g", 0, self.groups)
+        # Bytes that lie side by side go last, to be one load; a page-64 candidate's scales have no such neighbours.
+        scale = (_C1, group, _C0, *lanes)
+        paired = self.unit == 64 or self.layout == "page8"
+        return KeyOrder(
+            self.layout,
+            self.unit,
+            payload=(register, _C1, group, _C0, *lanes, _R),
+            scale=(*scale, register) if paired else (register, *scale),
+            store=(group, register, *lanes),
+        )
+
+    def queries(self, q_ref, scale_ref, weight_ref, row):
+        """Per 32 heads: codes u8[64, 32], scales u8[32, 4], weights f32[32]."""
+        found = []
+        for first in range(0, self.heads, HEADS):
+            shape = (64, HEADS)
+            q = _load_heads(q_ref, row, first + iota(shape, 1), iota(shape, 0), self.heads)
+            shape = (HEADS, 4)
+            scale = _load_heads(scale_ref, row, first + iota(shape, 0), iota(shape, 1), self.heads, other=127)
+            weight = _load_heads(weight_ref, row, first + iota((HEADS,), 0), None, self.heads)
+            found.append((q, scale, weight))
+        return found
+
+    def prepare(self, keys):
+        """Load order -> u8[M, 64], u8[M, 4] with rows (register, group, lanes): no data moves. No key needs care."""
+        payload, scale = keys
+        order, m = self.order, 64 * self.groups
+        rows = [d for d in order.payload if d.axis in "tg"]
+        arrange = lambda x, digits, dims: x.transpose([digits.index(d) for d in dims]).reshape(m, -1)
+        payload = arrange(payload, order.payload, [*rows, _C1, _C0, _R])
+        return (payload, arrange(scale, order.scale, [*rows, _C1, _C0])), None
+
+    def logits(self, keys, queries):
+        dots = [dot_scaled(*keys, q, scale) for q, scale, _ in queries]
+        total = sum_heads(dots, [weight for *_, weight in queries])
+        group, register, *lanes = (digit.size for digit in self.order.store)
+        return total.reshape(register, group, *lanes).swapaxes(0, 1)
+
+
+# Limits of the decode body's fast form. Keys and rows outside get the exact form, each on its own account, so that
+# a logit's bits never depend on the company its key is in.
+_SPREAD = 20  # powers of two between a key's (or a head's) four scales: exact in f16, subnormals included
+_LEAST, _MOST = 67, 187  # largest scale of a key or head: 2^-60 to 2^60, far from f32's limits
+
+
+def _outside(scale, largest):
+    return (scale < largest - _SPREAD) | (largest < _LEAST) | (largest > _MOST)
+
+
+def _f16_power(exponent):
+    """2^exponent in f16 for i32 exponents up to 15; zero below -14."""
+    bits = jnp.maximum(exponent + 15, 0) << 10
+    return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16)
+
+
+def _to_operand(x):
+    """f16 in load order (half, warp, 2, 4, group, 16) -> [64, 64], K in ``dot_decoded``'s order: no data moves."""
+    return x.reshape(2, 4, 2, 4, 4, 4, 2, 2).transpose(1, 0, 2, 3, 5, 6, 4, 7).reshape(64, 64)
+
+
+def _to_rows(x):
+    """Load order (half, warp, 2, 4) -> [64], the operand's rows."""
+    return x.transpose(1, 0, 2, 3).reshape(64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decode:
+    """Keys decoded to f16 as M of an ordinary dot, 64 keys a step. The order is that of NVIDIA's matrix operands.
+
+    K is permuted so that lane % 4 holds one whole scale group of the key of lane // 4: one 16-byte load, one scale.
+    Fast form: codes times 2^(scale - largest of the key), likewise for a head; the largest ones multiply afterwards.
+    """
+
+    layout: str
+    unit: int
+    heads: int
+
+    @property
+    def order(self) -> KeyOrder:
+        rows = (t(3), t(4, 4), t(2), t(0, 4))
+        return KeyOrder(
+            self.layout,
+            self.unit,
+            payload=(*rows, _C, _R),
+            scale=(*rows, _C),
+            store=(t(0, 64),),
+            opaque_scale=True,
+        )
+
+    def _codes(self, q_ref, row, first):
+        """f16[64, 32] twice: the values of low and high nibbles times 2^-14, rows in K's order."""
+        # row >> 31 is a zero that ties the addresses to the row: kept across a loop of rows, they would fill registers
+        k, head = iota((64, HEADS), 0) ^ (row >> 31), first + (iota((64, HEADS), 1) ^ (row >> 31))
+        place = ((k >> 3) & 1) * 2 + (k & 1)
+        byte = ((k >> 1) & 3) * 16 + (k >> 4) * 4 + sum((place == i) * byte for i, byte in enumerate(PACK_ORDER))
+        code = _load_heads(q_ref, row, head, byte, self.heads).astype(jnp.int32)
+        return f16_code(code & 15), f16_code(code >> 4), (k >> 1) & 3, head
+
+    def queries(self, q_ref, scale_ref, weight_ref, row):
+        """Per 32 heads: f16[64, 32] low and high nibbles, f32[32] weights; and whether the fast form holds."""
+        found, outside = [], 0
+        for first in range(0, self.heads, HEADS):
+            head = first + (iota((HEADS,), 0) ^ (row >> 31))
+            scales = [self._scale(scale_ref, row, head, c) for c in range(4)]
+            largest = jnp.maximum(jnp.maximum(scales[0], scales[1]), jnp.maximum(scales[2], scales[3]))
+            for scale in scales:
+                outside = outside | _outside(scale, largest).astype(jnp.int32)
+            low, high, group, heads = self._codes(q_ref, row, first)
+            factor = _f16_power(self._scale(scale_ref, row, heads, group) - largest[None, :] + 14)
+            weight = _load_heads(weight_ref, row, head, None, self.heads) * e8m0(largest)
+            found.append((low * factor, high * factor, weight))
+        return found, jnp.max(outside)
+
+    def _scale(self, scale_ref, row, head, group):
+        return _load_heads(scale_ref, row, head, group, self.heads, other=127).astype(jnp.int32)
+
+    def prepare(self, keys):
+        payload, scale = keys
+        scale = scale.astype(jnp.int32)
+        largest = jnp.max(scale, axis=4)
+        factor = _f16_power(scale - largest[..., None] + 14)[..., None]
+        low = _to_operand(unpack_low(payload) * factor)
+        high = _to_operand(unpack_high(payload) * factor)
+        return (low, high, _to_rows(e8m0(largest))), _outside(scale, largest[..., None])
+
+    def logits(self, keys, queries):
+        low, high, largest = keys
+        dots = [dot_decoded(low, high, q_low, q_high) for q_low, q_high, _ in queries[0]]
+        return sum_heads(dots, [weight for *_, weight in queries[0]]) * largest
+
+    def exact_logits(self, keys, q_ref, scale_ref, weight_ref, row):
+        """Logits of a tile for any scale bytes: one dot a group, scaled in f32. A byte 255 makes the logit NaN."""
+        payload, key_scale = keys
+        payload, key_scale = payload.astype(jnp.int32), key_scale.astype(jnp.int32)
+        group = iota(payload.shape, 4)
+        dots, weights = [], []
+        for first in range(0, self.heads, HEADS):
+            q_low, q_high, *_ = self._codes(q_ref, row, first)
+            head = first + iota((HEADS,), 0)
+
+            def add_group(c, total, q_low=q_low, q_high=q_high, head=head):
+                of_group = jnp.where(group == c, payload, 0).astype(jnp.uint8)
+                low, high = _to_operand(unpack_low(of_group)), _to_operand(unpack_high(of_group))
+                sums = dot_decoded(low, high, q_low * 2.0**14, q_high * 2.0**14)
+                of_key = _to_rows(jnp.sum(jnp.where(iota(key_scale.shape, 4) == c, key_scale, 0), axis=4))[:, None]
+                of_head = self._scale(scale_ref, row, head, c)[None, :]
+                exponent = jnp.minimum(of_key + of_head - 254 + 14, 254)  # a key's codes come times 2^-14
+                nan = (of_key == 255) | (of_head == 255)
+                return total + jnp.where(nan, jnp.nan, scale_by_powers(sums, exponent))
+
+            # a loop, not unrolled: its registers would count for the fast form too
+            dots.append(lax.fori_loop(0, 4, add_group, jnp.zeros((64, HEADS), jnp.float32)))
+            weights.append(_load_heads(weight_ref, row, head, None, self.heads))
+        return sum_heads(dots, weights)
+
+    def keys_outside(self, keys):
+        """Which keys of a tile need ``exact_logits``: bool[64]."""
+        scale = keys[1].astype(jnp.int32)
+        outside = _outside(scale, jnp.max(scale, axis=4)[..., None]).astype(jnp.int32)
+        return _to_rows(jnp.max(outside, axis=4)) > 0
