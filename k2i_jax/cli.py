@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from k2i_jax import __version__
 from k2i_jax.implementations import IMPLEMENTATIONS
@@ -15,7 +16,7 @@ def _console():
     except ModuleNotFoundError:
         raise SystemExit("k2i-jax: this command prints tables with rich: pip install 'k2i_jax[cli]'") from None
     # A file or a pipe gets full-width lines, whatever terminal there is.
-    return Console(width=None if sys.stdout.isatty() else 118, highlight=False)
+    return Console(width=None if sys.stdout.isatty() else 150, highlight=False)
 
 
 def _demo(args) -> int:
@@ -60,6 +61,40 @@ def _selftest(args) -> int:
     return 0 if selftest.passed(report) else 1
 
 
+def _compile(args) -> int:
+    console = _console()
+    from rich import box
+    from rich.table import Table
+
+    from k2i_jax.kernels import compile as offline
+
+    reports = offline.report(args.target, heads=args.heads)
+    classes = list(dict.fromkeys(name for r in reports for name in r.instructions))
+    table = Table("kernel", "regs", "spills", "LDS", "loads", "B/key", "instr", *classes, box=box.SIMPLE_HEAD)
+    table.columns[0].no_wrap = True
+    for r in reports:
+        loads = " ".join(f"{count:g}x{width}B" for width, count in sorted(r.loads.items(), reverse=True))
+        numbers = (f"{r.instructions.get(name, 0):g}" for name in classes)
+        name = r.name.replace("-" + r.config.body, "").replace(f"-heads{r.heads}", "")
+        table.add_row(
+            name, str(r.vgprs), str(r.spills), str(r.lds_bytes), loads, f"{r.bytes_per_key:g}", f"{r.total:g}", *numbers
+        )
+    keys = 64 if reports[0].config.body == "dot_scaled" else 16
+    console.print(
+        f"{args.target}, {args.heads} heads, body {reports[0].config.body}, compiled by triton {reports[0].triton}: loads and "
+        f"instructions of one warp's steady loop per {keys} keys. Compiled, not run."
+    )
+    console.print("matrix instructions:", ", ".join(sorted({name for r in reports for name in r.matrix})))
+    console.print(table)
+    if args.asm:
+        folder = Path(args.asm)
+        folder.mkdir(parents=True, exist_ok=True)
+        for r in reports:
+            (folder / f"{args.target}-{r.name}.s").write_text(r.asm)
+        console.print(f"{len(reports)} listings written to {folder}")
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="k2i-jax", description="DeepSeek-V4.1's index lookup (K2i) in JAX.")
     parser.add_argument("--version", action="version", version=f"k2i_jax {__version__}")
@@ -84,6 +119,12 @@ def _parser() -> argparse.ArgumentParser:
         help="only these (may be repeated)",
     )
     selftest.set_defaults(run=_selftest)
+
+    compiler = commands.add_parser("compile", help="compile the Pallas kernels for a GPU that need not be here")
+    compiler.add_argument("--target", choices=["gfx950", "gfx942", "sm_90"], required=True)
+    compiler.add_argument("--heads", type=int, default=32, help="index heads (default: 32)")
+    compiler.add_argument("--asm", metavar="DIR", help="keep the assembly there")
+    compiler.set_defaults(run=_compile)
     return parser
 
 
@@ -92,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return args.run(args)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f"k2i-jax: {error}", file=sys.stderr)
         return 2
 

@@ -3,8 +3,11 @@
 What only XLA would refuse is caught here, and the code objects it makes are read. Nothing is run.
 """
 
+import atexit
 import importlib.util
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import jax
@@ -18,6 +21,11 @@ if "K2I_JAX_ROCM_STUBS" not in os.environ:
     pytest.skip(
         "needs XLA's ROCm plugin and stand-ins for ROCm's libraries: make test-rocm-aot", allow_module_level=True
     )
+
+# XLA's AMDGPU backend reads these once: where it puts its temporary files, and that it keeps them.
+_KEPT = Path(tempfile.mkdtemp())
+atexit.register(shutil.rmtree, _KEPT)
+os.environ |= {"TMPDIR": str(_KEPT), "TF_ROCM_KEEP_XLA_TEMPFILES": "1"}
 
 from k2i_jax.kernels import _jax_private as private
 from k2i_jax.kernels import isa
@@ -82,10 +90,10 @@ def test_writes_repack_and_allocation_compile(device, layout):
 
 
 @pytest.fixture
-def code_objects(tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setenv("TF_ROCM_KEEP_XLA_TEMPFILES", "1")  # read by XLA's AMDGPU backend at each compile
-    return lambda: [path.read_bytes() for path in tmp_path.glob("*.hsaco")]
+def code_objects():
+    """A function that returns the code objects that were made since the test began."""
+    before = set(_KEPT.glob("*.hsaco"))
+    return lambda: [path.read_bytes() for path in set(_KEPT.glob("*.hsaco")) - before]
 
 
 @pytest.mark.skipif(jax.__version__ != PINNED_JAX, reason=f"counts hold for jax {PINNED_JAX}, here {jax.__version__}")
