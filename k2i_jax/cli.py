@@ -81,8 +81,8 @@ def _compile(args) -> int:
         )
     keys = 64 if reports[0].config.body == "dot_scaled" else 16
     console.print(
-        f"{args.target}, {args.heads} heads, body {reports[0].config.body}, compiled by triton {reports[0].triton}: loads and "
-        f"instructions of one warp's steady loop per {keys} keys. Compiled, not run."
+        f"{args.target}, {args.heads} heads, body {reports[0].config.body}, compiled by triton {reports[0].triton}: "
+        f"loads and instructions of one warp's steady loop per {keys} keys. Compiled, not run."
     )
     console.print("matrix instructions:", ", ".join(sorted({name for r in reports for name in r.matrix})))
     console.print(table)

@@ -152,7 +152,6 @@ def _scaled_bits(exponent: int, mantissa: int, scale: Int32[Array, "*g"]) -> Int
     return jnp.where(field >= 255, _INF, jnp.where(field >= 1, normal, subnormal))
 
 
-@jax.custom_jvp
 def fake_quant_fp4(x: Float[Array, "*batch dims"]) -> Float[Array, "*batch dims"]:
     """Quantise (DEEPSEEK) and dequantise, in ``x``'s dtype; the gradient passes straight through.
 
@@ -160,9 +159,14 @@ def fake_quant_fp4(x: Float[Array, "*batch dims"]) -> Float[Array, "*batch dims"
       TypeError, ValueError: as :func:`quantize_fp4`.
     """
     _check_floats(x)
+    return _fake_quant(x)
+
+
+@jax.custom_jvp
+def _fake_quant(x):
     return _dequantize(_quantize(x, FP4Recipe.DEEPSEEK), x.dtype)
 
 
-@fake_quant_fp4.defjvp
+@_fake_quant.defjvp
 def _fake_quant_jvp(primals, tangents):
-    return fake_quant_fp4(*primals), tangents[0]
+    return _fake_quant(*primals), tangents[0]

@@ -9,6 +9,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Int, Int32
 
 from k2i_jax._check import AnyArray, as_int32, check_array
@@ -93,16 +94,23 @@ def append(pool: PagePool, counts: Int[AnyArray, "sequences"], *, max_new: int) 
     last = pool.pages[rows, jnp.minimum(old // PAGE_SIZE, width - 1)]
     shared = (counts > 0) & (old % PAGE_SIZE > 0) & (pool.references[last] > 1)
     fits = new <= width * PAGE_SIZE
-    demand = jnp.where(fits, _pages_of(new) - _pages_of(old) + shared, 0)
+    demand = _pages_of(new) - _pages_of(old) + shared
+
+    def serve(left, request):  # in order, so that one that does not fit takes nothing from the next
+        fits, pages = request
+        ok = fits & (pages <= left)
+        return left - jnp.where(ok, pages, 0), ok
+
+    _, ok = lax.scan(serve, pool.num_free, (fits, demand))
+    demand = jnp.where(ok, demand, 0)
     through = jnp.cumsum(demand, dtype=jnp.int32)
-    ok = fits & ((demand == 0) | (through <= pool.num_free))
     shared &= ok
 
     most = sequences * (-(-max_new // PAGE_SIZE) + 1)
     free = jnp.nonzero(pool.references == 0, size=most, fill_value=-1)[0].astype(jnp.int32)
     order = (through - demand)[:, None] + jnp.arange(-(-max_new // PAGE_SIZE) + 1, dtype=jnp.int32)
     granted = free[jnp.minimum(order, most - 1)]  # [sequences, pages a call], the copy's page first
-    granted = jnp.where((jnp.arange(granted.shape[1]) < demand[:, None]) & ok[:, None], granted, -1)
+    granted = jnp.where(jnp.arange(granted.shape[1]) < demand[:, None], granted, -1)
 
     # The copy's page replaces the last one; the others follow it.
     first = jnp.where(shared, old // PAGE_SIZE, _pages_of(old))

@@ -183,6 +183,8 @@ def write_keys(
     _check_writable(plane, "writing")
     slots = as_int32("slots", slots)
     check_array("slots", slots, (jnp.int32,), ("keys",))
+    if not isinstance(keys, FP4Array):
+        raise TypeError(f"keys: expected a k2i_jax.FP4Array, got {type(keys).__name__}")
     check_array("keys.payload", keys.payload, (jnp.uint8,), (slots.shape[0], PAYLOAD_BYTES))
     check_array("keys.scale", keys.scale, (jnp.uint8,), (slots.shape[0], SCALE_BYTES))
     return (_write_donating if donate else _write)(plane, slots, keys, skip_slot_zero)

@@ -104,6 +104,11 @@ def _tile_dots(query, source: _Source, row, tile):
     return _dots(query, key), live, first
 
 
+def _loop(count, body, init):
+    """``lax.fori_loop`` from 0 with an int32 counter, also where 64-bit integers are on."""
+    return lax.fori_loop(jnp.int32(0), jnp.asarray(count, jnp.int32), body, init)
+
+
 def _score(queries: FP4Array, weights, source: _Source) -> Float32[Array, "rows width"]:
     rows = weights.shape[0]
 
@@ -116,10 +121,10 @@ def _score(queries: FP4Array, weights, source: _Source) -> Float32[Array, "rows 
             logits = jnp.where(live, _sum_heads(products), -jnp.inf)
             return lax.dynamic_update_slice(out, logits[None], (row, first))
 
-        return lax.fori_loop(0, source.tiles(row), score_tile, out)
+        return _loop(source.tiles(row), score_tile, out)
 
     out = jnp.full((rows, source.entries.shape[1] * source.unit), -jnp.inf, jnp.float32)
-    return lax.fori_loop(0, rows, score_row, out)[:, : source.width]
+    return _loop(rows, score_row, out)[:, : source.width]
 
 
 def _weight_gradient(queries: FP4Array, source: _Source, gradient) -> Float32[Array, "rows heads"]:
@@ -136,10 +141,10 @@ def _weight_gradient(queries: FP4Array, source: _Source, gradient) -> Float32[Ar
             part = lax.dynamic_slice(gradient, (row, first), (1, TILE))[0]
             return total + jnp.where(live, dots, 0.0) @ jnp.where(live, part, 0.0)
 
-        total = lax.fori_loop(0, source.tiles(row), tile_gradient, jnp.zeros(heads, jnp.float32))
+        total = _loop(source.tiles(row), tile_gradient, jnp.zeros(heads, jnp.float32))
         return out.at[row].set(total)
 
-    return lax.fori_loop(0, rows, row_gradient, jnp.zeros((rows, heads), jnp.float32))
+    return _loop(rows, row_gradient, jnp.zeros((rows, heads), jnp.float32))
 
 
 def _full_source(plane, table) -> _Source:

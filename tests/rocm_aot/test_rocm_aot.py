@@ -27,8 +27,8 @@ _KEPT = Path(tempfile.mkdtemp())
 atexit.register(shutil.rmtree, _KEPT)
 os.environ |= {"TMPDIR": str(_KEPT), "TF_ROCM_KEEP_XLA_TEMPFILES": "1"}
 
-from k2i_jax.kernels import _jax_private as private
-from k2i_jax.kernels import isa
+from k2i_jax.kernels import _jax_private as private  # noqa: E402
+from k2i_jax.kernels import isa  # noqa: E402
 
 SEQUENCES, PAGES, WIDTH = 4, 4096, 256  # WIDTH: pages a sequence
 PINNED_JAX = "0.11.2"  # the instruction counts below were read off this version's compiler
