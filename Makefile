@@ -8,7 +8,7 @@ demo: .venv/ready
 	.venv/bin/k2i-jax demo
 
 test: .venv-test/ready
-	.venv-test/bin/python -m pytest $(PYTEST_ARGS)
+	.venv-test/bin/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 lint: .venv-dev/ready
 	.venv-dev/bin/ruff check .

@@ -2,9 +2,10 @@
 
     python benchmarks/gpu_peers.py --sglang FOLDER --deepgemm FOLDER [--rounds 15] [--json FILE]
 
-The folders hold unpacked wheels (see ``benchmarks/peers/``); a peer without a folder is left out. All run in turns, each
-after a 512 MB fill that empties the L2 cache, on random data. Times are single kernels', from CUPTI (through torch's
-profiler, which sees XLA's launches too): the median of the rounds. GB/s = (B a key * keys * sequences + 4 * rows * keys) / time.
+The folders hold unpacked wheels (see ``benchmarks/peers/``); a peer without a folder is left out. All run in turns,
+each after a 512 MB fill that empties the L2 cache, on random data. Times are single kernels', from CUPTI (through
+torch's profiler, which sees XLA's launches too): the median of the rounds.
+GB/s = (B a key * keys * sequences + 4 B * rows * keys * sequences) / time.
 """
 
 import argparse

@@ -91,8 +91,8 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 118, highlight=False)
     device = jax.devices()[0]
     console.print(
-        f"{args.rows} rows x {args.keys} keys (each row its own) x {args.heads} heads, float32, on {device.device_kind}, "
-        f"jax {jax.__version__}, {datetime.date.today()}"
+        f"{args.rows} rows x {args.keys} keys (each row its own) x {args.heads} heads, float32, on {device.device_kind}"
+        f", jax {jax.__version__}, {datetime.date.today()}"
     )
     peer = "einsum on float32 keys"
     out = Table("step", "median ms", "min ms", "times the peer", "bytes read and written", "GB/s")

@@ -113,7 +113,7 @@ def _times(options: dict[str, Any]) -> dict[str, float]:
     times = {}
     for layout in LAYOUTS:
         native = repack(plane, layout)
-        run = lambda native=native: index_logits(queries, weights, native, table, **options)  # noqa: E731
+        run = lambda native=native: index_logits(queries, weights, native, table, **options)
         times[f"{layout}, {shape}"] = round(measure_ms(run), 3)
     return times
 

@@ -81,7 +81,7 @@ def test_vmap_is_a_loop(implementation):
     """Over batches of queries and tables, on one plane."""
     batches = [small(5, ends) for ends in (ENDS, [0, 7, 64, 320], [1, 2, 200, -1])]
     plane = batches[0].plane
-    score = lambda q, w, t: k.index_logits(q, w, plane, t, **implementation)  # noqa: E731
+    score = lambda q, w, t: k.index_logits(q, w, plane, t, **implementation)
     arguments = [(b.queries, b.weights, b.table) for b in batches]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *arguments)
     assert equal(jax.vmap(score)(*stacked), jnp.stack([score(*a) for a in arguments]))
@@ -92,7 +92,7 @@ def test_vmap_of_the_selection():
     logits = jnp.asarray(rng.standard_normal((3, 4, 320)), jnp.float32)
     table = small(0).table
     ends = jnp.asarray(rng.integers(0, 330, (3, 4)), jnp.int32)
-    pick = lambda x, e: (  # noqa: E731
+    pick = lambda x, e: (
         k.select_topk(x, PageTable.from_rows(table.pages, e), k=20),
         k.select_candidate_blocks(x, e, topk_blocks=6),
     )
@@ -200,7 +200,7 @@ class Wide:
         return k.index_logits(*self.args, weight_scale=0.5)
 
     def gradient(self):
-        loss = lambda w, s: k.index_logits(self.args[0], w, *self.args[2:], weight_scale=s)[0, 0]  # noqa: E731
+        loss = lambda w, s: k.index_logits(self.args[0], w, *self.args[2:], weight_scale=s)[0, 0]
         return jax.grad(loss, argnums=(0, 1))(self.weights, jnp.float32(0.5))
 
     def selection(self):

@@ -24,7 +24,7 @@ def planes_equal(a, b):
 
 def random_plane(seed, layout, pages=PAGES):
     rng = np.random.default_rng(seed)
-    size = lambda n: rng.integers(0, 256, (pages, n), dtype=np.uint8)  # noqa: E731
+    size = lambda n: rng.integers(0, 256, (pages, n), dtype=np.uint8)
     return IndexKPlane.from_arrays(size(4096), size(256), layout)
 
 

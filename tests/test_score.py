@@ -109,7 +109,7 @@ def test_weight_scale_multiplies_in_float32(implementation):
 def test_bits_depend_on_row_and_key_alone(implementation, scales):
     ends = [1020, 1025, 1088, 0, 3, 700]
     batch = random_batch(3, ends, starts=[0, 3, 6], scales=scales)
-    score = lambda b: bits(k.index_logits(*b.args, **implementation))  # noqa: E731
+    score = lambda b: bits(k.index_logits(*b.args, **implementation))
     base = score(batch)
     assert np.array_equal(score(batch), base)  # a second run
     assert np.array_equal(score(batch.in_layout("page8")), base)
@@ -214,8 +214,8 @@ def test_candidate_gradient(implementation):
     ids = np.broadcast_to(np.arange(136), (4, 136))
     candidates = k.candidate_table(CandidateBlocks.from_ids(ids), batch.table)
     queries, weights, plane, table = batch.args
-    full = lambda w: k.index_logits(queries, w, plane, table, **implementation)  # noqa: E731
-    part = lambda w: k.candidate_logits(queries, w, plane, candidates, **implementation)  # noqa: E731
+    full = lambda w: k.index_logits(queries, w, plane, table, **implementation)
+    part = lambda w: k.candidate_logits(queries, w, plane, candidates, **implementation)
     gradient = cotangents(full(weights), np.random.default_rng(6))
     by_full, by_part = (jax.vjp(f, jnp.asarray(weights))[1](gradient)[0] for f in (full, part))
     assert np.allclose(by_full, by_part, rtol=1e-4, atol=1e-4 * np.abs(by_full).max())
@@ -224,7 +224,7 @@ def test_candidate_gradient(implementation):
 
 def test_nothing_else_has_a_gradient():
     batch = random_batch(5, [1088, 1030, 5, 0], columns=17)
-    total = lambda *a: jnp.sum(k.index_logits(*a)[0])  # noqa: E731
+    total = lambda *a: jnp.sum(k.index_logits(*a)[0])
     with pytest.raises(TypeError, match="uint8"):
         jax.grad(total)(*batch.args)
     by_all = jax.grad(total, argnums=(0, 2, 3), allow_int=True)(*jax.tree.map(jnp.asarray, batch.args))

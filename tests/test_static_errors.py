@@ -15,9 +15,9 @@ CANDIDATES = CandidateBlocks.from_ids(np.tile(np.arange(24), (4, 1)))
 
 def scoring_errors():
     """(error, message, what to change in the arguments of ``index_logits``)."""
-    u8 = lambda *shape: np.zeros(shape, np.uint8)  # noqa: E731
-    queries = lambda heads, rows=4: FP4Array(u8(rows, heads, 64), u8(rows, heads, 4))  # noqa: E731
-    weights = lambda *shape, dtype=np.float32: np.zeros(shape, dtype)  # noqa: E731
+    u8 = lambda *shape: np.zeros(shape, np.uint8)
+    queries = lambda heads, rows=4: FP4Array(u8(rows, heads, 64), u8(rows, heads, 4))
+    weights = lambda *shape, dtype=np.float32: np.zeros(shape, dtype)
     plane = IndexKPlane(u8(16, 4096), u8(15, 256), PageLayout.PAGE8)
     table = PageTable(np.zeros((4, 3), np.int64), np.zeros(4, np.int32), np.zeros(5, np.int32))
     return [

@@ -1,7 +1,7 @@
 """DeepGEMM's FP8 paged logits kernel (132 B a key), from an unpacked wheel of sgl-deep-gemm 0.1.4 and apache-tvm-ffi.
 
-It compiles its kernel with nvcc when first called (CUDA_HOME). Queries and keys are float8_e4m3fn with one float32 scale a
-key; the pool is ``[pages, 64, 1, 132]`` bytes, 64 keys of 128 bytes and then their 64 scales.
+It compiles its kernel with nvcc when first called (CUDA_HOME). Queries and keys are float8_e4m3fn with one float32
+scale a key; the pool is ``[pages, 64, 1, 132]`` bytes, 64 keys of 128 bytes and then their 64 scales.
 """
 
 import importlib
@@ -20,7 +20,7 @@ def load(wheel: str):
 
 
 class Scorer:
-    """Random pool and queries of ``sequences`` x ``keys``, ``next_n`` rows each (1 or 2); calling it runs the kernel."""
+    """Random pool and queries of ``sequences`` x ``keys``, ``next_n`` (1 or 2) rows each; a call runs the kernel."""
 
     bytes_per_key = 132
 
