@@ -2,13 +2,18 @@
 PYTHON ?= python3
 PYTEST_ARGS ?=
 
-.PHONY: demo test test-rocm-aot lint typecheck wheel clean
+.PHONY: demo test test-compile test-rocm-aot lint typecheck wheel clean
 
 demo: .venv/ready
 	.venv/bin/k2i-jax demo
 
 test: .venv-test/ready
 	.venv-test/bin/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+
+# What the Triton compiler makes of the kernels, with the version that the assertions were read off. Minutes.
+test-compile: .venv-test/ready
+	.venv-test/bin/pip install -q triton==3.9.0
+	.venv-test/bin/python -m pytest -n 2 --dist worksteal tests/test_pallas_compile.py $(PYTEST_ARGS)
 
 lint: .venv-dev/ready
 	.venv-dev/bin/ruff check .
@@ -18,7 +23,7 @@ lint: .venv-dev/ready
 typecheck: .venv-dev/ready
 	.venv-dev/bin/pip install -q --no-deps --force-reinstall .
 	rm -rf build
-	.venv-dev/bin/mypy --config-file pyproject.toml -p k2i_jax
+	cd .venv-dev && bin/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p k2i_jax
 
 wheel: .venv-dev/ready
 	rm -rf build dist

@@ -7,7 +7,6 @@ of the one inside XLA. Nothing here runs on a GPU.
 import dataclasses
 import functools
 import os
-import re
 import subprocess
 import tempfile
 import types
@@ -171,7 +170,7 @@ def _sass(cubin: bytes) -> tuple[str, int, int]:
         ).stdout
         usage = run("cuobjdump", "-res-usage")
         listing = run("nvdisasm", "-c")
-    return listing, int(re.search(r"REG:(\d+)", usage)[1]), int(re.search(r"LOCAL:(\d+)", usage)[1])
+    return listing, int(isa.find(r"REG:(\d+)", usage)), int(isa.find(r"LOCAL:(\d+)", usage))
 
 
 #: What ``report`` compiles: (layout, table, rows).

@@ -130,11 +130,13 @@ def _inner_loops(blocks, jump, ends, matrix):
             loops.setdefault(head, set()).update(body)
     held = {h: body for h, body in loops.items() if any(matrix.search(i) for b in body for i in blocks[b])}
     inner = [h for h, body in held.items() if not any(other < body for g, other in held.items() if g != h)]
-    return [[i for name in names if name in held[h] for i in blocks[name]] for h in sorted(inner, key=order.get)]
+    return [[i for name in names if name in held[h] for i in blocks[name]] for h in sorted(inner, key=lambda h: order[h])]
 
 
 def _count(instructions, classes, matrix, load_width):
-    by_class, by_matrix, loads = collections.Counter(), collections.Counter(), collections.Counter()
+    by_class: collections.Counter[str] = collections.Counter()
+    by_matrix: collections.Counter[str] = collections.Counter()
+    loads: collections.Counter[int] = collections.Counter()
     for instruction in instructions:
         name = re.sub(r"^@\S+\s+", "", instruction).split()[0]
         kind = next(kind for kind, pattern in classes if re.match(pattern, name))
@@ -147,16 +149,26 @@ def _count(instructions, classes, matrix, load_width):
 
 
 def _amd_load(name: str) -> int:
-    width = re.match(r"(?:global|buffer|flat)_load_(?:lds_)?([a-z0-9]+)", name)[1]
-    return _AMD_BYTES[width]
+    return _AMD_BYTES[find(r"(?:global|buffer|flat)_load_(?:lds_)?([a-z0-9]+)", name)]
 
 
 def _nvidia_load(name: str) -> int:
     parts = name.split(".")
-    return next((int(p) // 8 for p in parts if p in ("128", "64")), 1 if {"U8", "S8"} & {*parts} else 2 if {"U16"} & {*parts} else 4)
+    for part in parts:
+        if part in ("128", "64"):
+            return int(part) // 8
+    return 1 if {"U8", "S8"} & {*parts} else 2 if "U16" in parts else 4
+
+
+def find(pattern: str, text: str) -> str:
+    """The first group of ``pattern`` in ``text``, which must be there."""
+    found = re.search(pattern, text)
+    if found is None:
+        raise ValueError(f"text: no match of {pattern!r}; the compiler's listing has another form than expected")
+    return found[1]
 
 
 def amd_metadata(assembly: str) -> dict[str, int]:
     """Registers, spills and LDS of an AMDGCN listing's (only) kernel."""
     fields = ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count", "group_segment_fixed_size")
-    return {field: int(re.search(rf"\.{field}:\s+(\d+)", assembly)[1]) for field in fields}
+    return {field: int(find(rf"\.{field}:\s+(\d+)", assembly)) for field in fields}
