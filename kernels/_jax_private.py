@@ -63,7 +63,7 @@ def triton_rule_of(fun: Callable) -> Callable:
 
 
 def platform(ctx) -> str:
-    """"rocm" or "cuda": what a Pallas-Triton lowering rule is lowering for."""
+    """ "rocm" or "cuda": what a Pallas-Triton lowering rule is lowering for."""
     return ctx.context.platform
 
 
@@ -170,7 +170,10 @@ def triton_calls(lowered) -> list[dict]:
 
 def _backend_config(op) -> dict:
     config = ir.DictAttr(op.attributes["mhlo.backend_config"])
-    found: dict[str, object] = {"name": ir.StringAttr(config["name"]).value, "ir": ir.StringAttr(config["ir"]).value_bytes}
+    found: dict[str, object] = {
+        "name": ir.StringAttr(config["name"]).value,
+        "ir": ir.StringAttr(config["ir"]).value_bytes,
+    }
     for name in ("num_warps", "num_stages", "grid_x", "grid_y", "grid_z"):
         found[name] = ir.IntegerAttr(config[name]).value
     return found

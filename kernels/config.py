@@ -69,16 +69,16 @@ def check_config(config: Config, *, heads: int, device: str) -> None:
         raise ValueError("num_warps: the dot_scaled body needs at least 2; with 1 Triton leaves the FP4 instruction")
     expected = 64 if config.body == "decode" else 64 * config.num_warps
     if config.keys != expected:
-        raise ValueError(f"keys: {config.body} with {config.num_warps} warps takes {expected} a step, got {config.keys}")
+        raise ValueError(
+            f"keys: {config.body} with {config.num_warps} warps takes {expected} a step, got {config.keys}"
+        )
     need = lds_bytes(config, heads)
     if need > LDS_BYTES[device]:
         fault = "num_stages" if config.num_stages > 2 else "rows"
         raise ValueError(f"{fault}: {need} bytes of LDS exceed {device}'s {LDS_BYTES[device]}")
 
 
-# Compute units or multiprocessors, and programs each should get so that none waits for long at the end.
-_CORES = {"gfx942": 304, "gfx950": 256, "cuda": 132}
-_PROGRAMS_A_CORE = {"gfx942": 4, "gfx950": 4, "cuda": 16}
+_CORES = {"gfx942": 304, "gfx950": 256, "cuda": 132}  # compute units, or multiprocessors of an H200
 
 
 def default_config(
@@ -96,13 +96,17 @@ def default_config(
       max_query_len: rows of the longest sequence, if known.
     """
     longest = max_query_len or -(-rows // max(sequences, 1))
-    most = max(1, MAX_ROWS * 32 // (-(-heads // 32) * 32))
+    most = max(1, MAX_ROWS // -(-heads // 32))
+    if device == "gfx942":  # its LDS holds the decoded queries of fewer rows
+        most = max(1, min(most, 7 // -(-heads // 32)))
     passes = -(-min(longest, rows) // most)
     shared = max(1, -(-min(longest, rows) // max(passes, 1)))
-    body = "dot_scaled" if device == "gfx950" else "decode"
+    body: Literal["dot_scaled", "decode"] = "dot_scaled" if device == "gfx950" else "decode"
     num_warps = 4
     keys = 64 * num_warps if body == "dot_scaled" else 64
-    programs = _CORES[device] * _PROGRAMS_A_CORE[device] // max(1, sequences * passes)
-    splits = max(1, min(programs, -(-width // keys), 65535))
+    steps, wave = sequences * passes * -(-width // keys), 4 * _CORES[device]
+    programs = 4 * wave if steps > 64 * wave else wave  # more programs even out the end, fewer start less often
+    programs = min(programs, -(-steps // 8))  # a program's start costs about a step
+    splits = max(1, min(programs // max(1, sequences * passes), -(-width // keys), 65535))
     buffers = 2 if body == "dot_scaled" and shared <= 3 else 1  # registers are short with many rows
     return Config(body, keys, shared, num_warps, 1, buffers, splits)

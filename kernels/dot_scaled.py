@@ -4,6 +4,8 @@ Each has two rules: one that lowers to Triton, and one in jax.numpy for interpre
 not depend on tile shapes or on what else XLA puts into the same program.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -240,7 +242,7 @@ def _sum_heads_jnp(*operands):
     groups = len(operands) // 2
     products = [jnp.maximum(s, 0.0) * w[None, :] for s, w in zip(operands[:groups], operands[groups:], strict=True)]
     products = lax.optimization_barrier(products)  # else a product and a sum may become one rounding
-    total = sum(products[1:], products[0])
+    total = functools.reduce(jnp.add, products)
     while total.shape[1] > 1:
         half = total.shape[1] // 2
         total = total[:, :half] + total[:, half:]
@@ -249,13 +251,12 @@ def _sum_heads_jnp(*operands):
 
 def _sum_heads_plt(*operands):
     groups = len(operands) // 2
-    total = None
+    products = []
     for s, w in zip(operands[:groups], operands[groups:], strict=True):
         # relu as an integer max: one instruction on AMD where a float max takes two; a negative NaN becomes zero
         positive = float_bits(jnp.maximum(lax.bitcast_convert_type(s, jnp.int32), 0))
-        product = positive * w[None, :]
-        total = product if total is None else total + product
-    return jnp.sum(total, axis=1)
+        products.append(positive * w[None, :])
+    return jnp.sum(functools.reduce(jnp.add, products), axis=1)
 
 
 _sum_heads_p = private.new_primitive(
@@ -263,4 +264,17 @@ _sum_heads_p = private.new_primitive(
     lambda *operands: (operands[0].shape[:1], jnp.float32),
     _sum_heads_jnp,
     private.triton_rule_of(_sum_heads_plt),
+)
+
+
+def multiply(x, y):
+    """``x * y``, rounded on its own in interpret mode too, where XLA may contract it with an addition."""
+    return _multiply_p.bind(x, jnp.broadcast_to(y, x.shape))
+
+
+_multiply_p = private.new_primitive(
+    "k2i_multiply",
+    lambda x, y: (x.shape, x.dtype),
+    lambda x, y: lax.optimization_barrier(x * y),
+    private.triton_rule_of(jnp.multiply),
 )

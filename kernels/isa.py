@@ -32,7 +32,17 @@ NVIDIA_CLASSES = (
     ("scalar", r"U[A-Z]"),
     ("vector", r""),
 )
-_AMD_BYTES = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "ushort": 2, "sshort": 2, "short": 2, "ubyte": 1, "sbyte": 1}
+_AMD_BYTES = {
+    "dwordx4": 16,
+    "dwordx3": 12,
+    "dwordx2": 8,
+    "dword": 4,
+    "ushort": 2,
+    "sshort": 2,
+    "short": 2,
+    "ubyte": 1,
+    "sbyte": 1,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +140,9 @@ def _inner_loops(blocks, jump, ends, matrix):
             loops.setdefault(head, set()).update(body)
     held = {h: body for h, body in loops.items() if any(matrix.search(i) for b in body for i in blocks[b])}
     inner = [h for h, body in held.items() if not any(other < body for g, other in held.items() if g != h)]
-    return [[i for name in names if name in held[h] for i in blocks[name]] for h in sorted(inner, key=lambda h: order[h])]
+    return [
+        [i for name in names if name in held[h] for i in blocks[name]] for h in sorted(inner, key=lambda h: order[h])
+    ]
 
 
 def _count(instructions, classes, matrix, load_width):

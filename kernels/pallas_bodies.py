@@ -15,9 +15,11 @@ from k2i_jax.kernels.dot_scaled import (
     PACK_ORDER,
     dot_decoded,
     dot_scaled,
+    e2m1,
     e8m0,
     f16_code,
     iota,
+    multiply,
     scale_by_powers,
     sum_heads,
     unpack_high,
@@ -51,9 +53,9 @@ class DotScaled:
     @property
     def order(self) -> KeyOrder:
         if self.layout == "page64" and self.unit == 64:
-            register, lanes = t(4), (t(5), t(0, 16))
+            register, lanes = t(4), [t(5), t(0, 16)]
         else:
-            register, lanes = t(0), (t(1), t(3, 8), t(2))
+            register, lanes = t(0), [t(1), t(3, 8), t(2)]
         group = Digit("g", 0, self.groups)
         # Bytes that lie side by side go last, to be one load; a page-64 candidate's scales have no such neighbours.
         scale = (_C1, group, _C0, *lanes)
@@ -88,7 +90,8 @@ class DotScaled:
         return (payload, arrange(scale, order.scale, [*rows, _C1, _C0])), None
 
     def logits(self, keys, queries):
-        dots = [dot_scaled(*keys, q, scale) for q, scale, _ in queries]
+        payload, key_scale = keys
+        dots = [dot_scaled(payload, key_scale, q, scale) for q, scale, _ in queries]
         total = sum_heads(dots, [weight for *_, weight in queries])
         group, register, *lanes = (digit.size for digit in self.order.store)
         return total.reshape(register, group, *lanes).swapaxes(0, 1)
@@ -185,33 +188,33 @@ class Decode:
         dots = [dot_decoded(low, high, q_low, q_high) for q_low, q_high, _ in queries[0]]
         return sum_heads(dots, [weight for *_, weight in queries[0]]) * largest
 
-    def exact_logits(self, keys, q_ref, scale_ref, weight_ref, row):
-        """Logits of a tile for any scale bytes: one dot a group, scaled in f32. A byte 255 makes the logit NaN."""
-        payload, key_scale = keys
-        payload, key_scale = payload.astype(jnp.int32), key_scale.astype(jnp.int32)
-        group = iota(payload.shape, 4)
-        dots, weights = [], []
-        for first in range(0, self.heads, HEADS):
-            q_low, q_high, *_ = self._codes(q_ref, row, first)
-            head = first + iota((HEADS,), 0)
+    def exact_logits(self, load_byte, key_scale, q_ref, scale_ref, weight_ref, row):
+        """Logits of a tile for any scale bytes, by head and by byte. A scale byte 255 makes a dot NaN.
 
-            def add_group(c, total, q_low=q_low, q_high=q_high, head=head):
-                of_group = jnp.where(group == c, payload, 0).astype(jnp.uint8)
-                low, high = _to_operand(unpack_low(of_group)), _to_operand(unpack_high(of_group))
-                sums = dot_decoded(low, high, q_low * 2.0**14, q_high * 2.0**14)
-                of_key = _to_rows(jnp.sum(jnp.where(iota(key_scale.shape, 4) == c, key_scale, 0), axis=4))[:, None]
-                of_head = self._scale(scale_ref, row, head, c)[None, :]
-                exponent = jnp.minimum(of_key + of_head - 254 + 14, 254)  # a key's codes come times 2^-14
-                nan = (of_key == 255) | (of_head == 255)
-                return total + jnp.where(nan, jnp.nan, scale_by_powers(sums, exponent))
+        Slow: rare, and made for few registers and a short compilation.
 
-            # a loop, not unrolled: its registers would count for the fast form too
-            dots.append(lax.fori_loop(0, 4, add_group, jnp.zeros((64, HEADS), jnp.float32)))
-            weights.append(_load_heads(weight_ref, row, head, None, self.heads))
-        return sum_heads(dots, weights)
+        Args:
+          load_byte: r -> u8 over the scale's dims: byte r of each (key, group).
+          key_scale: i32, the tile's scales.
+        """
 
-    def keys_outside(self, keys):
-        """Which keys of a tile need ``exact_logits``: bool[64]."""
-        scale = keys[1].astype(jnp.int32)
+        def add_head(head, total):
+            def add_byte(r, sums):
+                code = load_byte(r).astype(jnp.int32)
+                q = plt.load(q_ref.at[row, head, iota((4,), 0) * 16 + r]).astype(jnp.int32)
+                return sums + (e2m1(code & 15) * e2m1(q & 15) + e2m1(code >> 4) * e2m1(q >> 4))
+
+            sums = lax.fori_loop(0, 16, add_byte, jnp.zeros(key_scale.shape, jnp.float32))  # exact in any order
+            scale = plt.load(scale_ref.at[row, head, iota((4,), 0)]).astype(jnp.int32)
+            groups = scale_by_powers(sums, key_scale + scale - 254)
+            groups = jnp.where((key_scale == 255) | (scale == 255), jnp.nan, groups)
+            pairs = jnp.sum(groups.reshape(*groups.shape[:4], 2, 2), axis=-1)
+            dot = jnp.sum(pairs, axis=-1)
+            return total + multiply(jnp.maximum(dot, 0.0), plt.load(weight_ref.at[row, head]))
+
+        return _to_rows(lax.fori_loop(0, self.heads, add_head, jnp.zeros((2, 4, 2, 4), jnp.float32)))
+
+    def keys_outside(self, scale):
+        """Which keys of a tile with these i32 scales need ``exact_logits``: i32[64], 0 or 1."""
         outside = _outside(scale, jnp.max(scale, axis=4)[..., None]).astype(jnp.int32)
-        return _to_rows(jnp.max(outside, axis=4)) > 0
+        return _to_rows(jnp.max(outside, axis=4))

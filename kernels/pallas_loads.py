@@ -118,29 +118,31 @@ class KeyOrder:
         index = jnp.minimum(column >> 3, live - 1)
         return index, index * 8 + (column & 7)
 
-    def load(self, payload_ref, scale_ref, entry, opaque_zero):
-        """Loads a step's keys.
+    def load_payload(self, ref, entry, byte=None):
+        """Loads a step's payload: u8 over ``payload``, or byte r of each (key, group), without the last dim.
 
         Args:
-          payload_ref: u8[pages, 4096].
-          scale_ref: u8[pages, 256].
+          ref: u8[pages, 4096].
           entry: i32 over ``entry``: page ids (virtual ones for unit 8) inside the plane.
-          opaque_zero: a zero that the compiler does not know.
-
-        Returns:
-          u8 tensors over ``payload`` and ``scale``.
+          byte: r, an i32 scalar; None for all 16.
         """
-        payload, scale = PAYLOAD_STRIDES[self.layout], SCALE_STRIDES[self.layout]
-        return (
-            self._load(payload_ref, payload, self.payload, entry),
-            self._load(scale_ref, scale, self.scale, entry, opaque_zero if self.opaque_scale else None),
-        )
+        strides = PAYLOAD_STRIDES[self.layout]
+        if byte is None:
+            return self._load(ref, strides, self.payload, entry)
+        return self._load(ref, strides, self.payload[:-1], entry, plus=byte)
 
-    def _load(self, ref, strides, digits, entry, opaque_zero=None):
+    def load_scale(self, ref, entry, opaque_zero):
+        """Loads a step's scales: u8 over ``scale`` from u8[pages, 256]."""
+        zero = opaque_zero if self.opaque_scale else None
+        return self._load(ref, SCALE_STRIDES[self.layout], self.scale, entry, opaque_zero=zero)
+
+    def _load(self, ref, strides, digits, entry, opaque_zero=None, plus=None):
         entry = self.spread(entry, digits)
         offset = linear(digits, strides if self.unit == 64 else {**strides, "t": (*strides["t"][:3], 0, 0, 0)})
         if opaque_zero is not None:
             offset = offset ^ opaque_zero
+        if plus is not None:
+            offset = offset + plus
         if self.unit == 64:
             return load_bytes(ref, entry, offset)
         b3, b4, b5 = strides["t"][3:]

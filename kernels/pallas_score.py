@@ -24,13 +24,21 @@ def _cdiv(a, b):
     return (a + b - 1) // b
 
 
-def _score_rows(refs, table_ref, table_row, rows, *, body, num_pages, buffers, part, splits):
-    """Scores this program's steps for ``rows``, a list of row indices; they see ``table_ref[table_row]``'s pages."""
+# What the fast form of the decode body leaves to the exact pass, for each row and split.
+KEYS_LEFT, ROW_LEFT = 1, 2
+
+
+def _score_rows(refs, flag_ref, table_ref, table_row, rows, *, body, exact, buffers, part, splits):
+    """Scores this program's steps for ``rows``, a list of row indices; they see ``table_ref[table_row]``'s pages.
+
+    The decode body takes two kernels: the fast form, which notes in ``flag_ref`` i32[R, splits] what it cannot do, and
+    with ``exact`` the rest of it, one row at a time. In one kernel the exact form's registers would slow the fast one.
+    """
     ends_ref, q_ref, q_scale_ref, weight_ref, payload_ref, scale_ref, out_ref = refs
     order, width = body.order, out_ref.shape[1]
-    unit, entries = order.unit, table_ref.shape[1]
+    unit = order.unit
     entries_a_step = 64 * order.groups // unit
-    limit = num_pages * 64 // unit
+    limit = payload_ref.shape[0] * 64 // unit
     ends = [jnp.clip(plt.load(ends_ref.at[row]), 0, width) for row in rows]
     if len(rows) > 1:
         ends = [uniform(end) for end in ends]  # registers are short with many rows
@@ -50,8 +58,12 @@ def _score_rows(refs, table_ref, table_row, rows, *, body, num_pages, buffers, p
     def load_entries(k):
         return plt.load(table_ref.at[table_row, index(k)])
 
+    def clamp(entry):
+        return jnp.clip(entry, 0, limit - 1)
+
     def load_keys(entry):
-        return order.load(payload_ref, scale_ref, jnp.clip(entry, 0, limit - 1), opaque_zero)
+        entry = clamp(entry)
+        return order.load_payload(payload_ref, entry), order.load_scale(scale_ref, entry, opaque_zero)
 
     def reach(column, entry):
         """The column; NEVER where its page does not exist (a negative id is a large one)."""
@@ -64,34 +76,36 @@ def _score_rows(refs, table_ref, table_row, rows, *, body, num_pages, buffers, p
         at, column = order.flat_columns(step_of(k), live)
         return column, reach(column, entry if unit == 64 else plt.load(table_ref.at[table_row, at]))
 
-    def exact_pass(queries, outside):
-        """Rewrites the logits that the decode body's fast form cannot give."""
-        rows_outside = [of_row for _, of_row in queries]
-        any_row = functools.reduce(jnp.bitwise_or, rows_outside)
+    def exact_step(k, flag):
+        [row], [end] = rows, ends
+        entry = load_entries(k)
+        scale = order.load_scale(scale_ref, clamp(entry), opaque_zero).astype(jnp.int32)
+        column, reached = stored_columns(k, entry)
+        left = ((body.keys_outside(scale) > 0) | (flag >= ROW_LEFT)) & (reached < end)
 
-        def of_step(k, _):
-            entry = load_entries(k)
-            keys = load_keys(entry)
-            keys_outside = body.keys_outside(keys).astype(jnp.int32)
-            column, reached = stored_columns(k, entry)
-
-            def of_row(j, _):  # a loop, not unrolled: rare, and long to compile
-                row = jnp.minimum(rows[0] + j, rows[-1])
-                outside = keys_outside | sum(jnp.where(j == i, flag, 0) for i, flag in enumerate(rows_outside))
-                end = jnp.clip(plt.load(ends_ref.at[row]), 0, width)
-                value = body.exact_logits(keys, q_ref, q_scale_ref, weight_ref, row)
-                plt.store(out_ref.at[row, column], value, mask=(outside > 0) & (reached < end))
-                return _
-
-            return lax.fori_loop(0, len(rows), of_row, _)
-
-        @pl.when(jnp.max(outside) + any_row > 0)
+        @pl.when(jnp.max(left.astype(jnp.int32)) > 0)
         def _():
-            lax.fori_loop(0, mine, of_step, jnp.int32(0))
+            load_byte = functools.partial(order.load_payload, payload_ref, clamp(entry))
+            value = body.exact_logits(load_byte, scale, q_ref, q_scale_ref, weight_ref, row)
+            plt.store(out_ref.at[row, column], value, mask=left)
+
+        return flag
+
+    if exact:
+        flag = plt.load(flag_ref.at[rows[0], part])
+        lax.fori_loop(0, jnp.where(flag > 0, mine, 0), exact_step, flag)
+        return
+    if flag_ref is not None:
+        for row in rows:
+            plt.store(flag_ref.at[row, part], jnp.int32(0))
 
     @pl.when(mine > 0)
     def _():
-        queries = [body.queries(q_ref, q_scale_ref, weight_ref, row) for row in rows]
+        queries: list = []
+        for row in rows:
+            # one row's operands after the other's: side by side their loads would fill registers
+            after = queries[-1][1] >> 31 if queries and isinstance(body, Decode) else 0
+            queries.append(body.queries(q_ref, q_scale_ref, weight_ref, row + after))
 
         def step(k, keys, entry, outside):
             operand, outside_keys = body.prepare(keys)
@@ -118,8 +132,10 @@ def _score_rows(refs, table_ref, table_row, rows, *, body, num_pages, buffers, p
         ahead = tuple(load_entries(jnp.int32(buffers + b)) for b in range(buffers))
         outside = jnp.zeros([d.size for d in order.scale], jnp.int32) if isinstance(body, Decode) else jnp.int32(0)
         *_, outside = lax.fori_loop(0, _cdiv(mine, buffers), trip, (held, ahead, outside))
-        if isinstance(body, Decode):
-            exact_pass(queries, outside)
+        if flag_ref is not None:
+            keys_left = jnp.max(outside) * KEYS_LEFT
+            for row, (_, row_left) in zip(rows, queries, strict=True):
+                plt.store(flag_ref.at[row, part], keys_left | row_left * ROW_LEFT)
 
     _fill(out_ref, rows, live * unit, part, splits, 64 * order.groups)
 
@@ -140,43 +156,50 @@ def _fill(out_ref, rows, first_column, part, splits, block):
     lax.fori_loop(start, stop, step, jnp.int32(0))
 
 
+def _refs(refs, exact):
+    """(input refs and logits, flags or None) of a kernel's trailing refs."""
+    if exact:
+        *inputs, flag_ref, _, out_ref = refs  # the logits come in and go out in one buffer
+        return (*inputs, out_ref), flag_ref
+    inputs, (out_ref, *flag_ref) = refs[:6], refs[6:]
+    return (*inputs, out_ref), (flag_ref or [None])[0]
+
+
 def _index_kernel(
     pages_ref,  # i32[S, P]
     starts_ref,  # i32[S + 1]
-    ends_ref,  # i32[R]
-    q_ref,  # u8[R, H, 64]
-    q_scale_ref,  # u8[R, H, 4]
-    weight_ref,  # f32[R, H]
-    payload_ref,  # u8[pages, 4096]
-    scale_ref,  # u8[pages, 256]
-    out_ref,  # f32[R, 64 P]
-    *,
-    body,
-    config,
+    *refs,  # row ends i32[R], q u8[R, H, 64], its scale u8[R, H, 4], weights f32[R, H], plane u8[pages, 4096 and 256],
+    body,  # with ``exact`` flags i32[R, splits] and logits f32[R, 64 P]; out: logits f32[R, 64 P], flags for "decode"
+    rows,
+    buffers,
+    splits,
     chunks,
+    exact,
 ):
     sequence, part, chunk = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    num_rows = out_ref.shape[0]
+    refs, flag_ref = _refs(refs, exact)
+    num_rows = refs[0].shape[0]
     start = jnp.clip(plt.load(starts_ref.at[sequence]), 0, num_rows)
     end = jnp.clip(plt.load(starts_ref.at[sequence + 1]), start, num_rows)
-    refs = (ends_ref, q_ref, q_scale_ref, weight_ref, payload_ref, scale_ref, out_ref)
 
-    def group(i, _):
-        first = start + (chunk + i * chunks) * config.rows
+    def group(i, carry):
+        first = start + (chunk + i * chunks) * rows
         # absent rows repeat the last one: the same bits to the same place
-        rows = [jnp.minimum(first + j, end - 1) for j in range(config.rows)]
+        indices = [jnp.minimum(first + j, end - 1) for j in range(rows)]
         _score_rows(
-            refs, pages_ref, sequence, rows, body=body, num_pages=payload_ref.shape[0],
-            buffers=config.buffers, part=part, splits=config.splits,
+            refs, flag_ref, pages_ref, sequence, indices,
+            body=body, exact=exact, buffers=buffers, part=part, splits=splits,
         )  # fmt: skip
-        return _
+        return carry
 
-    groups = _cdiv(end - start, config.rows)
+    groups = _cdiv(end - start, rows)
     lax.fori_loop(0, _cdiv(jnp.maximum(groups - chunk, 0), chunks), group, jnp.int32(0))
+    if exact:
+        return
 
-    def outside(row, _):
-        _fill(out_ref, [row], jnp.int32(0), part, config.splits, config.keys)
-        return _
+    def outside(row, carry):
+        _fill(refs[-1], [row], jnp.int32(0), part, splits, 64 * body.order.groups)
+        return carry
 
     # rows of no sequence: before the first one's start and past the last one's end
     before = jnp.where((sequence == 0) & (chunk == 0), start, 0)
@@ -187,23 +210,17 @@ def _index_kernel(
 
 def _candidate_kernel(
     table_ref,  # i32[R, B], virtual pages
-    ends_ref,  # i32[R]
-    q_ref,  # u8[R, H, 64]
-    q_scale_ref,  # u8[R, H, 4]
-    weight_ref,  # f32[R, H]
-    payload_ref,  # u8[pages, 4096]
-    scale_ref,  # u8[pages, 256]
-    out_ref,  # f32[R, 8 B]
-    *,
+    *refs,  # as for ``_index_kernel``, with f32[R, 8 B]
     body,
-    config,
+    buffers,
+    splits,
+    exact,
 ):
     row, part = pl.program_id(0), pl.program_id(1)
-    refs = (ends_ref, q_ref, q_scale_ref, weight_ref, payload_ref, scale_ref, out_ref)
+    refs, flag_ref = _refs(refs, exact)
     _score_rows(
-        refs, table_ref, row, [row], body=body, num_pages=payload_ref.shape[0],
-        buffers=config.buffers, part=part, splits=config.splits,
-    )  # fmt: skip
+        refs, flag_ref, table_ref, row, [row], body=body, exact=exact, buffers=buffers, part=part, splits=splits
+    )
 
 
 def _body(config, layout, unit, heads):
@@ -212,14 +229,17 @@ def _body(config, layout, unit, heads):
     return DotScaled(layout, unit, heads, config.keys // 64)
 
 
-def _call(kernel, shape, grid, config, interpret, *operands):
-    return pl.pallas_call(
-        kernel,
-        out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
-        grid=grid,
-        interpret=interpret,
-        compiler_params=plt.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
-    )(*operands)
+def _call(kernels, grids, shape, config, interpret, *operands):
+    """Runs the kernel of the scores and, for the decode body, that of the exact pass; each has its grid."""
+    logits = jax.ShapeDtypeStruct(shape, jnp.float32)
+    flags = jax.ShapeDtypeStruct((shape[0], config.splits), jnp.int32)
+    params = plt.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages)
+    call = functools.partial(pl.pallas_call, interpret=interpret, compiler_params=params)
+    if config.body == "dot_scaled":
+        return call(kernels[0], out_shape=logits, grid=grids[0])(*operands)
+    out, left = call(kernels[0], out_shape=(logits, flags), grid=grids[0])(*operands)
+    aliases = {len(operands) + 1: 0}
+    return call(kernels[1], out_shape=logits, grid=grids[1], input_output_aliases=aliases)(*operands, left, out)
 
 
 def _for_each_device(run, config, interpret, heads, facts):
@@ -231,7 +251,9 @@ def _for_each_device(run, config, interpret, heads, facts):
         check_config(config, heads=heads, device=rocm)
     if interpret or config is not None:
         return run(config or default_config(rocm, heads=heads, **facts))
-    choices = {name: default_config(device, heads=heads, **facts) for name, device in (("cuda", "cuda"), ("rocm", rocm))}
+    choices = {
+        name: default_config(device, heads=heads, **facts) for name, device in (("cuda", "cuda"), ("rocm", rocm))
+    }
     return lax.platform_dependent(**{name: functools.partial(run, choice) for name, choice in choices.items()})
 
 
@@ -248,7 +270,7 @@ def index_logits(queries, weights, plane, table, *, config: Config | None = None
 
     Returns:
       f32[R, 64 P], exactly -inf at and past a row's end, for rows of no sequence and where a page does not exist.
-      A scale byte 255 makes its own column NaN (with "dot_scaled" on a GPU its broken dots may count as 0).
+      A scale byte 255 touches its own column alone: NaN in interpret mode, broken dots may count as 0 on a GPU.
 
     Raises:
       ValueError: a configuration that cannot run, naming the field.
@@ -260,10 +282,15 @@ def index_logits(queries, weights, plane, table, *, config: Config | None = None
     layout = str(getattr(plane.layout, "value", plane.layout))
 
     def run(config):
-        chunks = min(_cdiv(min(table.max_query_len or _cdiv(rows, sequences), rows), config.rows), 65535)
-        kernel = functools.partial(_index_kernel, body=_body(config, layout, 64, heads), config=config, chunks=chunks)
+        longest = min(table.max_query_len or _cdiv(rows, sequences), rows)
+        kernels, grids = [], []
+        for exact, shared in ((False, config.rows), (True, 1)):
+            chunks = min(_cdiv(longest, shared), 65535)
+            facts = dict(rows=shared, buffers=config.buffers, splits=config.splits, chunks=chunks, exact=exact)
+            kernels.append(functools.partial(_index_kernel, body=_body(config, layout, 64, heads), **facts))
+            grids.append((sequences, config.splits, chunks))
         return _call(
-            kernel, (rows, 64 * entries), (sequences, config.splits, chunks), config, interpret,
+            kernels, grids, (rows, 64 * entries), config, interpret,
             table.pages, table.query_start_loc, table.row_ends,
             queries.payload, queries.scale, weights, plane.payload, plane.scale,
         )  # fmt: skip
@@ -293,9 +320,10 @@ def candidate_logits(queries, weights, plane, candidates, *, config: Config | No
     layout = str(getattr(plane.layout, "value", plane.layout))
 
     def run(config):
-        kernel = functools.partial(_candidate_kernel, body=_body(config, layout, 8, heads), config=config)
+        facts = dict(body=_body(config, layout, 8, heads), buffers=config.buffers, splits=config.splits)
+        kernels = [functools.partial(_candidate_kernel, exact=exact, **facts) for exact in (False, True)]
         return _call(
-            kernel, (rows, 8 * blocks), (rows, config.splits), config, interpret,
+            kernels, [(rows, config.splits)] * 2, (rows, 8 * blocks), config, interpret,
             candidates.virtual_pages, candidates.row_ends,
             queries.payload, queries.scale, weights, plane.payload, plane.scale,
         )  # fmt: skip

@@ -1,0 +1,55 @@
+"""Code objects of the kernels, compiled by the triton wheel on this host. Nothing here runs on a GPU."""
+
+import functools
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="needs the triton wheel (extra jax_triton)")
+
+from k2i_jax.kernels.compile import KERNELS, compile_kernel  # noqa: E402
+
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::UserWarning")]
+PINNED = pytest.mark.skipif(
+    not triton.__version__.startswith("3.9."), reason=f"asserted on triton 3.9; here is {triton.__version__}"
+)
+BUDGET = {1: 140, 3: 330, 6: 610}  # instructions of a wave's 64-key step
+compiled = functools.cache(compile_kernel)
+
+
+@PINNED
+@pytest.mark.parametrize(("layout", "table", "rows"), KERNELS)
+def test_gfx950_steady_loop(layout, table, rows):
+    found = compiled("gfx950", layout, table, rows)
+    assert found.matrix == {"v_mfma_scale_f32_32x32x64_f8f6f4": 4 * rows}
+    assert found.loads[16] == 4
+    assert "lds" not in found.instructions
+    assert "barrier" not in found.instructions
+    assert found.instructions.get("scratch", 0) == 0
+    assert found.spills == 0
+    assert found.bytes_per_key == (72 if table == "candidates" else 68)
+    limit = 150 if (layout, table) == ("page64", "candidates") else BUDGET[rows]
+    assert found.total <= limit, found.instructions
+    assert found.vgprs <= 256  # two waves a SIMD
+
+
+@pytest.mark.parametrize("layout", ["page64", "page8"])
+@pytest.mark.parametrize("target", ["gfx942", "sm_90"])
+def test_other_targets(target, layout):
+    for table in ("full", "candidates"):
+        found = compiled(target, layout, table, 1)
+        assert found.matrix
+        assert found.spills == 0
+        assert found.lds_bytes <= 64 * 1024
+
+
+@PINNED
+def test_sm_90_keeps_its_registers():
+    """Over 128 registers, a multiprocessor holds under four programs."""
+    found = compiled("sm_90", "page8", "full", 1)
+    assert found.vgprs <= 128
+    assert list(found.matrix) == ["HGMMA.64x32x16.F32"]
+
+
+def test_unknown_target():
+    with pytest.raises(ValueError, match="gfx9000"):
+        compile_kernel("gfx9000", "page8", "full", 1)
