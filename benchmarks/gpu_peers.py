@@ -3,8 +3,9 @@
     python benchmarks/gpu_peers.py --sglang FOLDER --deepgemm FOLDER [--rounds 15] [--json FILE]
 
 The folders hold unpacked wheels (see ``benchmarks/peers/``); a peer without a folder is left out. All run in turns,
-each after a 512 MB fill that empties the L2 cache, on random data. Times are single kernels', from CUPTI (through
-torch's profiler, which sees XLA's launches too): the median of the rounds.
+each after a 512 MB fill that empties the L2 cache, on random data. Times are those of the score kernels alone (two
+launches where the decode body's exact pass is one of its own), from CUPTI through torch's profiler, which sees XLA's
+launches too: the median of the rounds.
 GB/s = (B a key * keys * sequences + 4 B * rows * keys * sequences) / time.
 """
 
@@ -63,29 +64,39 @@ def candidate_problem(sequences, context, layout):
     return queries, weights, plane, k2i.candidate_table(k2i.CandidateBlocks.from_ids(ids), table)
 
 
+def score_kernels(run) -> list[float]:
+    """Microseconds of each score kernel that ``run`` launches, in order of their start, as CUPTI saw them."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+        run()
+        torch.cuda.synchronize()
+    events = [
+        (event.time_range.start, event.self_device_time_total)
+        for event in profile.events()
+        if any(name in event.name for name in KERNELS) and "metadata" not in event.name
+    ]
+    return [microseconds for _, microseconds in sorted(events) if microseconds]
+
+
 def kernel_times(functions: dict, rounds: int) -> dict[str, float]:
-    """Median microseconds of the one score kernel that each function launches, run in turns with a cold L2."""
+    """Median microseconds of the score kernels that each function launches, run in turns with a cold L2."""
     scratch = torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
     for f in functions.values():
         jax.block_until_ready(f())
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    launches = [len(score_kernels(lambda f=f: jax.block_until_ready(f()))) for f in functions.values()]
+
+    def turns():
         for i in range(rounds):
             for f in functions.values():
                 scratch.fill_(i % 251)
                 torch.cuda.synchronize()
                 jax.block_until_ready(f())
                 torch.cuda.synchronize()
-    events = [
-        (e.time_range.start, e.self_device_time_total)
-        for e in profile.events()
-        if any(name in e.name for name in KERNELS) and "metadata" not in e.name and e.self_device_time_total
-    ]
-    events.sort()
-    if len(events) != rounds * len(functions):
-        raise RuntimeError(f"expected {rounds * len(functions)} kernels, CUPTI saw {len(events)}")
-    times = np.array([t for _, t in events]).reshape(rounds, -1)
-    return dict(zip(functions, np.median(times, axis=0).tolist(), strict=True))
+
+    times = score_kernels(turns)
+    if 0 in launches or len(times) != rounds * sum(launches):
+        raise RuntimeError(f"expected {rounds} rounds of {launches} kernels, CUPTI saw {len(times)}")
+    sums = np.add.reduceat(np.reshape(times, (rounds, -1)), np.cumsum([0, *launches[:-1]]), axis=1)
+    return dict(zip(functions, np.median(sums, axis=0).tolist(), strict=True))
 
 
 def main() -> int:

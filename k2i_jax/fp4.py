@@ -72,9 +72,10 @@ class FP4Array:
 
 def decode_e2m1(codes: UInt8[Array, "*n"]) -> Float32[Array, "*n"]:
     """Values of e2m1 codes 0..15, put together from bits: a factor here could be merged with the scale and overflow."""
-    magnitude = codes.astype(jnp.int32) & 7
-    bits = jnp.where(magnitude >= 2, (magnitude << 22) + 0x3F000000, magnitude * 0x3F000000)  # 0x3f000000 is 0.5
-    return lax.bitcast_convert_type(bits | ((codes.astype(jnp.int32) & 8) << 28), jnp.float32)
+    codes = codes.astype(jnp.uint16)
+    magnitude = codes & 7
+    bits = jnp.where(magnitude >= 2, (magnitude << 9) + 0x3800, magnitude * 0x3800)  # 0x3800 is 0.5 in float16
+    return lax.bitcast_convert_type(bits | ((codes & 8) << 12), jnp.float16).astype(jnp.float32)
 
 
 def decode_e8m0(scale: UInt8[Array, "*n"]) -> Float32[Array, "*n"]:

@@ -3,7 +3,7 @@
 The same bits whatever surrounds a key. Each (row, tile) runs one loop body of one static shape, and nothing in it
 depends on where in the tile a key lies:
 
-- a dot never spans two scale groups. Its 32 products are small integers times one power of two, so the dot is
+- a dot never spans two scale groups. Its products are small integers times one power of two, so the dot is
   exact in any order and in any precision that holds e2m1 exactly (bfloat16 does);
 - the four groups are added as (0 + 1) + (2 + 3), the heads by halving. The barrier before the heads' sum keeps
   the compiler from contracting a product and an addition into one rounding.
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32
 
-from k2i_jax.fp4 import FP4Array, decode_e2m1, decode_e8m0, unpack_nibbles
+from k2i_jax.fp4 import FP4Array, decode_e2m1, decode_e8m0
 from k2i_jax.layout import PAGE_SIZE, SCALE_BYTES, SUB_PAGE_SIZE, gather_keys
 from k2i_jax.plane import IndexKPlane
 
@@ -24,21 +24,19 @@ TILE = 1024  # keys a step
 
 
 def _operand(payload, scale):
-    """``u8[n, 4, 16], u8[n, 4] -> f32[4, n, 32]``; dims of a group in the order (nibble, byte), for both sides."""
-    codes = unpack_nibbles(payload.transpose(1, 0, 2)).swapaxes(-1, -2)
-    values = decode_e2m1(codes) * decode_e8m0(scale.T)[:, :, None, None]
-    return values.reshape(SCALE_BYTES, -1, 32)
+    """``u8[n, 4, 16], u8[n, 4] -> f32[4, n, 16] twice``: the even and the odd dims of each group."""
+    payload, scale = payload.transpose(1, 0, 2), decode_e8m0(scale.T)[:, :, None]
+    return decode_e2m1(payload & 15) * scale, decode_e2m1(payload >> 4) * scale
 
 
 def _dots(query, key):
-    """``f32[4, H, 32], f32[4, n, 32] -> f32[H, n]``: relu of the dot products."""
-    groups = lax.dot_general(
-        query,
-        key,
-        (((2,), (2,)), ((0,), (0,))),
-        precision=lax.Precision.DEFAULT,
-        preferred_element_type=jnp.float32,
-    )
+    """Operands of H queries and n keys ``-> f32[H, n]``: relu of the dot products."""
+
+    def half(q, k):
+        dims = (((2,), (2,)), ((0,), (0,)))
+        return lax.dot_general(q, k, dims, precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32)
+
+    groups = half(query[0], key[0]) + half(query[1], key[1])
     return jnp.maximum((groups[0] + groups[1]) + (groups[2] + groups[3]), 0.0)
 
 
