@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from k2i_jax.implementations import IMPLEMENTATIONS, device_platform
+from k2i_jax.interop.devices import hip_runtimes
 
 #: Packages worth a line, with the extra that installs them (None: a runtime dependency).
 PACKAGES = {
@@ -27,6 +28,7 @@ def collect() -> dict[str, Any]:
         "machine": f"{platform.system()} {platform.machine()}",
         "packages": {name: _version(name) for name in PACKAGES},
         "variables": {name: os.environ.get(name) for name in VARIABLES},
+        "hip_runtimes": hip_runtimes(),
         "devices": [{"platform": d.platform, "kind": d.device_kind, "id": d.id} for d in jax.devices()],
         "implementations": {
             name: implementation.why_not(device_platform()) or "runs here"
@@ -60,6 +62,8 @@ def show(facts: dict[str, Any], console) -> None:
     for row in facts["implementations"].items():
         table.add_row(*row)
     console.print(table)
+    for file in facts["hip_runtimes"]:
+        console.print(f"HIP runtime loaded: {file}")
     for name, value in facts["variables"].items():
         if value is not None:
             console.print(f"{name}={value}")
