@@ -8,6 +8,7 @@ from pathlib import Path
 
 from k2i_jax import __version__
 from k2i_jax.implementations import IMPLEMENTATIONS
+from k2i_jax.layout import PageLayout
 
 
 def _console():
@@ -95,6 +96,25 @@ def _compile(args) -> int:
     return 0
 
 
+def _tag(args) -> int:
+    from k2i_jax.fp4 import FP4Recipe
+    from k2i_jax.tag import LayoutTag
+
+    if not args.compare:
+        if not args.layout:
+            raise ValueError("tag: give --layout to write a tag, or --compare A.json B.json")
+        recipe = FP4Recipe[args.recipe.upper()].label if args.recipe else None
+        print(LayoutTag.of(PageLayout(args.layout), recipe, args.ratio).to_json())
+        return 0
+    here, there = (LayoutTag.from_json(Path(path).read_text()) for path in args.compare)
+    print("\n".join(here.explain(there)) or "equal: raw pages may move between these peers")
+    try:
+        here.check(there)
+    except ValueError:
+        return 1
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="k2i-jax", description="DeepSeek-V4.1's index lookup (K2i) in JAX.")
     parser.add_argument("--version", action="version", version=f"k2i_jax {__version__}")
@@ -125,6 +145,13 @@ def _parser() -> argparse.ArgumentParser:
     compiler.add_argument("--heads", type=int, default=32, help="index heads (default: 32)")
     compiler.add_argument("--asm", metavar="DIR", help="keep the assembly there")
     compiler.set_defaults(run=_compile)
+
+    tag = commands.add_parser("tag", help="what two peers must share before raw pages move: write one, compare two")
+    tag.add_argument("--layout", choices=[str(layout) for layout in PageLayout], help="print this layout's tag as JSON")
+    tag.add_argument("--recipe", choices=["deepseek", "sglang", "sglang_v4_c4"], help="the quantiser, if known")
+    tag.add_argument("--ratio", type=int, help="positions a key, if known")
+    tag.add_argument("--compare", nargs=2, metavar=("A.json", "B.json"), help="explain the differences in words")
+    tag.set_defaults(run=_tag)
     return parser
 
 

@@ -11,6 +11,17 @@ _SCALE_ORDER = {
     PageLayout.FUSED: "key, group",
 }
 
+_MEANING = {  # what an unequal fact does to raw pages, and what to do
+    "layout": "the same number of bytes means other keys and dims, so scores are scrambled without any fault; convert "
+    "one side's pages with k2i_jax.repack (lossless) or start both servers with the same page-8 switch",
+    "page_size": "a page id names other slots; re-page one side before pages move",
+    "scale_order": "each key would take another key's scales; it follows the layout, so the same repack mends it",
+    "head_dim": "a key has another number of bytes; these are different models",
+    "recipe": "pages stay readable, since bytes decode alike, but keys written by the two peers round differently; "
+    "compare dequantised values, not bytes",
+    "ratio": "a key stands for another number of positions; these are pools of different layers",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class LayoutTag:
@@ -58,6 +69,19 @@ class LayoutTag:
             cure = "; k2i_jax.repack converts between layouts losslessly" if self.layout != other.layout else ""
             raise ValueError(f"other: the peers' planes differ: {'; '.join(unequal)}{hint}{cure}")
         return tuple(unknown)
+
+    def explain(self, other: "LayoutTag") -> list[str]:
+        """A comparison in words: one line for each fact that differs, with what it does and what to do; then one
+        line for each that nobody could compare. Empty if all are known and equal.
+        """
+        unequal, unknown = [], []
+        for field in dataclasses.fields(self):
+            here, there = getattr(self, field.name), getattr(other, field.name)
+            if here is None or there is None:
+                unknown.append(f"{field.name}: not compared, {here or 'unknown'} here, {there or 'unknown'} there")
+            elif here != there:
+                unequal.append(f"{field.name}: {here} here, {there} there: {_MEANING[field.name]}")
+        return unequal + unknown
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

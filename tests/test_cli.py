@@ -141,3 +141,38 @@ def test_module_and_missing_rich(tmp_path):
     assert "pip install 'k2i_jax[cli]'" in run.stderr
     run = subprocess.run([sys.executable, "-m", "k2i_jax", "--version"], capture_output=True, text=True)
     assert run.stdout == f"k2i_jax {k2i_jax.__version__}\n"
+
+
+def tag_file(tmp_path, capsys, name, *arguments):
+    assert cli.main(["tag", *arguments]) == 0
+    path = tmp_path / name
+    path.write_text(capsys.readouterr().out)
+    return str(path)
+
+
+def test_tags_are_written_and_compared(tmp_path, capsys):
+    page8 = tag_file(tmp_path, capsys, "a.json", "--layout", "page8", "--recipe", "sglang", "--ratio", "1")
+    page64 = tag_file(tmp_path, capsys, "b.json", "--layout", "page64", "--recipe", "sglang_v4_c4")
+    assert cli.main(["tag", "--compare", page8, page8]) == 0
+    assert "equal" in capsys.readouterr().out
+    assert cli.main(["tag", "--compare", page8, page64]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["layout", "scale_order", "recipe", "ratio"]
+    assert "page8 here, page64 there" in lines[0]
+    assert "k2i_jax.repack" in lines[0]
+    assert "not compared" in lines[3]
+
+
+def test_an_unknown_fact_alone_is_no_mismatch(tmp_path, capsys):
+    known = tag_file(tmp_path, capsys, "a.json", "--layout", "page8", "--ratio", "1")
+    unknown = tag_file(tmp_path, capsys, "b.json", "--layout", "page8")
+    assert cli.main(["tag", "--compare", known, unknown]) == 0
+    assert "ratio: not compared, 1 here, unknown there" in capsys.readouterr().out
+
+
+def test_bad_tags_are_one_line(tmp_path, capsys):
+    path = tmp_path / "c.json"
+    path.write_text("[1]")
+    assert cli.main(["tag", "--compare", str(path), str(path)]) == 2
+    assert "expected a JSON object" in capsys.readouterr().err
+    assert cli.main(["tag"]) == 2
