@@ -25,12 +25,13 @@ try:
     from jax._src.lib.triton import dialect as tt
     from jax._src.pallas.triton import lowering as triton_lowering
     from jax._src.state.discharge import register_discharge_rule
-    from jax._src.state.types import ReadEffect
+    from jax._src.state.types import ReadEffect, WriteEffect
     from jax.core import ShapedArray
     from jax.sharding import AbstractDevice, AbstractMesh, get_abstract_mesh, use_abstract_mesh
 
     _add, _bcast_to, _ir_cast = triton_lowering._add, triton_lowering._bcast_to, triton_lowering._ir_cast
     _full, _load, _zeros = triton_lowering._full, triton_lowering._load, triton_lowering._zeros
+    _store = triton_lowering._store
     _new_ir_context, lower_fun = triton_lowering._new_ir_context, triton_lowering.lower_fun
     _triton_rule = triton_lowering.register_lowering
 except (ImportError, AttributeError) as error:
@@ -89,10 +90,30 @@ def build_dot_scaled(ctx, a, a_scale, b, b_scale):
     )  # fmt: skip
 
 
-def build_readfirstlane(x):
-    """AMD's move of a scalar into a register that all lanes share."""
-    asm = "v_readfirstlane_b32 $0, $1"
-    return tt.elementwise_inline_asm([x.type], asm, constraints="=s,v", pure=True, packed_element=1, args=[x])
+def build_dot_decoded(ctx, low, high, q_low, q_high):
+    """``low @ q_low + high @ q_high`` with one accumulator, as a lowering rule."""
+    [out] = ctx.avals_out
+    acc = _zeros(ir.RankedTensorType.get(out.shape, ir.F32Type.get()))
+    for a, b in ((low, q_low), (high, q_high)):
+        acc = tt.dot(a, b, acc, input_precision=tt.InputPrecision.IEEE, max_num_imprecise_acc=0)
+    return acc
+
+
+def build_uniform(x, platform: str):
+    """A scalar that all lanes hold alike, said so that the compiler knows: AMD's scalar register, lane 0 on NVIDIA."""
+    if platform == "rocm":
+        asm, constraints = "v_readfirstlane_b32 $0, $1", "=s,v"
+    else:
+        asm, constraints = "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r"
+    return tt.elementwise_inline_asm([x.type], asm, constraints=constraints, pure=True, packed_element=1, args=[x])
+
+
+def set_max_registers(count: int) -> None:
+    """From inside a lowering rule: caps the registers of the kernel that is being lowered (Triton's ``maxnreg``)."""
+    op = ir.InsertionPoint.current.block.owner
+    while op.operation.parent is not None:
+        op = op.operation.parent
+    op.operation.attributes["ttg.maxnreg"] = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), count)
 
 
 # Pallas' own loads use signed 32-bit offsets for arrays of up to 2^32 bytes, so they wrap in a byte pool of 2 to
@@ -118,10 +139,109 @@ def _(*args):  # (in_avals, out_avals, ...) up to jax 0.11, (context, ...) from 
 
 @_triton_rule(_load_bytes_p)
 def _(ctx, pointer, row, offset):
-    ref, _, index = ctx.avals_in
-    row = _ir_cast(row, ir.IntegerType.get_signless(64), signed=True)
+    return _load(_add(_row_start(ctx, pointer, row), offset))
+
+
+def _row_start(ctx, pointer, row):
+    """Pointer(s) to the start of the first operand's row(s), in 64 bits."""
+    ref, wide = ctx.avals_in[0], ir.IntegerType.get_signless(64)
+    row = _add(_ir_cast(row, wide, signed=True), _bcast_to(_rows_before(ctx, wide), ctx.avals_in[1].shape))
     start = triton_lowering._mul(row, _full(row.type, ref.shape[1]))
-    return _load(_add(_add(_bcast_to(pointer, index.shape), start), offset))
+    return _add(_bcast_to(pointer, ctx.avals_in[1].shape), start)
+
+
+def _rows_before(ctx, kind):
+    """Rows of the whole array that come before the ref's block: under ``vmap`` the kernel sees one entry of a batch."""
+    info, rows = ctx.block_infos[0], ctx.avals_in[0].shape[0]
+    sizes, before = info.full_shape_dtype.shape, _full(kind, 0)
+    for i in range(len(sizes) - 2):
+        index = info.start_indices[i]
+        index = _full(kind, index) if isinstance(index, int) else _ir_cast(index, kind, signed=True)
+        before = _add(triton_lowering._mul(before, _full(kind, sizes[i])), index)
+    return triton_lowering._mul(before, _full(kind, rows))
+
+
+_load_words_p = Primitive("k2i_load_words")
+
+
+def load_words(ref, row: jax.Array, offset: jax.Array) -> jax.Array:
+    """i32 of the bytes ``ref[row, 4 * offset : 4 * offset + 4]``, the first one lowest; rows start 4-byte aligned.
+
+    Bytes that are held across a loop would each take a register, and instructions to part and to join them.
+    """
+    return _load_words_p.bind(ref, *jnp.broadcast_arrays(row, offset))
+
+
+@_load_words_p.def_effectful_abstract_eval
+def _(ref, row, offset):
+    return ShapedArray(offset.shape, jnp.int32), {ReadEffect(0)}
+
+
+@register_discharge_rule(_load_words_p)
+def _(*args):
+    ref, row, offset = args[-3:]
+    four = ref[row[..., None], 4 * offset[..., None] + jnp.arange(4)]
+    return (None,) * 3, jax.lax.bitcast_convert_type(four, jnp.int32)
+
+
+@_triton_rule(_load_words_p)
+def _(ctx, pointer, row, offset):
+    start = _row_start(ctx, pointer, row)
+    words = tt.PointerType.get(ir.IntegerType.get_signless(32), 1)
+    kind = ir.RankedTensorType.get(ir.RankedTensorType(start.type).shape, words)
+    return _load(_add(tt.bitcast(kind, start), offset))
+
+
+_store_in_place_p = Primitive("k2i_store_in_place")
+_store_in_place_p.multiple_results = True
+
+
+def store_in_place(ref, row: jax.Array, column: jax.Array, value: jax.Array) -> None:
+    """``ref[row, column] = value`` for a whole-array f32 ref, a scalar row and a vector of columns inside it.
+
+    On NVIDIA GPUs each thread stores what it holds. An ordinary store first exchanges the values between threads,
+    through shared memory and two barriers, so that neighbours store side by side.
+    """
+    _store_in_place_p.bind(ref, row, column, value)
+
+
+@_store_in_place_p.def_effectful_abstract_eval
+def _(ref, row, column, value):
+    return [], {WriteEffect(0)}
+
+
+@register_discharge_rule(_store_in_place_p)
+def _(*args):
+    ref, row, column, value = args[-4:]
+    return (ref.at[row, column].set(value), None, None, None), []
+
+
+@_triton_rule(_store_in_place_p)
+def _(ctx, pointer, row, column, value):
+    columns, wide = ctx.avals_in[2], ir.IntegerType.get_signless(64)
+    where = _add(_bcast_to(_row_start(ctx, pointer, row), columns.shape), column)
+    if platform(ctx) != "cuda":
+        _store(where, value)
+        return []
+    where = tt.ptr_to_int(ir.RankedTensorType.get(columns.shape, wide), where)
+    asm = "st.global.b32 [$1], $2; mov.b32 $0, 0;"
+    tt.elementwise_inline_asm(
+        [column.type], asm, constraints="=r,l,f", pure=False, packed_element=1, args=[where, value]
+    )
+    return []
+
+
+def build_unpack(asm: str, constraints: str, words) -> list:
+    """Four f16 tensors of an i32 tensor's shape, by inline PTX on two elements at a time."""
+    kind = ir.RankedTensorType.get(ir.RankedTensorType(words.type).shape, ir.F16Type.get())
+    op = tt.ElementwiseInlineAsmOp([kind] * 4, asm, constraints, pure=True, packed_element=2, args=[words])
+    return list(op.operation.results)
+
+
+def build_join(x, y):
+    """Two tensors side by side along a new last dim: registers stay where they are."""
+    kind = ir.RankedTensorType(x.type)
+    return tt.join(ir.RankedTensorType.get([*kind.shape, 2], kind.element_type), x, y)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ class Config:
       num_stages: Triton's software pipelining; 1 leaves the key loads where ``buffers`` puts them.
       buffers: key tiles held in registers ahead of their use, 1 or 2.
       splits: programs that share a sequence's keys.
+      registers: most registers a thread, on NVIDIA GPUs; None leaves it to the compiler.
     """
 
     body: Literal["dot_scaled", "decode"]
@@ -30,6 +31,7 @@ class Config:
     num_stages: int
     buffers: int
     splits: int
+    registers: int | None = None
 
 
 def lds_bytes(config: Config, heads: int) -> int:
@@ -60,6 +62,8 @@ def check_config(config: Config, *, heads: int, device: str) -> None:
         value = getattr(config, field)
         if not isinstance(value, int) or not least <= value <= most:
             raise ValueError(f"{field}: expected {least} to {most}, got {value!r}")
+    if config.registers is not None and (config.registers % 8 or not 32 <= config.registers <= 248):
+        raise ValueError(f"registers: expected None or a multiple of 8 from 32 to 248, got {config.registers!r}")
     lanes = 32 if device == "cuda" else 64
     if config.num_warps * lanes > MAX_THREADS:
         raise ValueError(f"num_warps: {config.num_warps} of {lanes} lanes exceed {MAX_THREADS} threads a program")
@@ -79,6 +83,8 @@ def check_config(config: Config, *, heads: int, device: str) -> None:
 
 
 _CORES = {"gfx942": 304, "gfx950": 256, "cuda": 132}  # compute units, or multiprocessors of an H200
+_LEAST_STEPS = {"gfx942": 8, "gfx950": 8, "cuda": 4}  # a program
+_REGISTERS = {1: 128, 3: 168, MAX_ROWS: 248}  # of a thread on NVIDIA GPUs, by rows a program: what fits without spills
 
 
 def default_config(
@@ -104,9 +110,18 @@ def default_config(
     body: Literal["dot_scaled", "decode"] = "dot_scaled" if device == "gfx950" else "decode"
     num_warps = 4
     keys = 64 * num_warps if body == "dot_scaled" else 64
-    steps, wave = sequences * passes * -(-width // keys), 4 * _CORES[device]
-    programs = 4 * wave if steps > 64 * wave else wave  # more programs even out the end, fewer start less often
-    programs = min(programs, -(-steps // 8))  # a program's start costs about a step
+    steps = sequences * passes * -(-width // keys)
+    registers = None
+    if device == "cuda":
+        # as many programs as run at a time: each has its start to pay, and a second wave would end unevenly
+        limit = next(limit for most, limit in _REGISTERS.items() if shared <= most)
+        registers = limit if heads <= 64 else None
+        programs = _CORES[device] * (65536 // (128 * limit))
+        programs *= 2 if sequences * passes > programs // 16 else 1
+    else:
+        wave = 4 * _CORES[device]
+        programs = 4 * wave if steps > 64 * wave else wave  # more programs even out the end, fewer start less often
+    programs = min(programs, -(-steps // _LEAST_STEPS[device]))  # a program's start costs about a step
     splits = max(1, min(programs // max(1, sequences * passes), -(-width // keys), 65535))
     buffers = 2 if body == "dot_scaled" and shared <= 3 else 1  # registers are short with many rows
-    return Config(body, keys, shared, num_warps, 1, buffers, splits)
+    return Config(body, keys, shared, num_warps, 1, buffers, splits, registers)

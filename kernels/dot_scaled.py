@@ -6,7 +6,6 @@ not depend on tile shapes or on what else XLA puts into the same program.
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plt
@@ -123,30 +122,21 @@ _dot_scaled_p = private.new_primitive("k2i_dot_scaled", _dot_scaled_shape, _dot_
 # --- e2m1 codes to f16 ----------------------------------------------------------------------------------------------
 
 
-def unpack_low(payload):
-    """u8[..., 16] -> f16[..., 16]: the low nibbles' e2m1 values times 2^-14, exactly, in ``PACK_ORDER``."""
-    return _unpack_low_p.bind(payload)
+def unpack_low(words):
+    """The low nibbles' e2m1 values, times 2^-14, exactly.
+
+    Args:
+      words: i32[..., W], four bytes each, W even.
+
+    Returns:
+      f16[..., W, 2, 2]: the last two dims count a word's bytes.
+    """
+    return _unpack_low_p.bind(words)
 
 
-def unpack_high(payload):
+def unpack_high(words):
     """The same of the high nibbles."""
-    return _unpack_high_p.bind(payload)
-
-
-#: Byte of each four whose code comes out at places 0, 1, 2, 3: one register's 16-bit halves hold bytes 0 and 2,
-#: the next one's 1 and 3, which saves NVIDIA GPUs a byte permutation. Queries are loaded in the same order.
-PACK_ORDER = (0, 2, 1, 3)
-
-_PTX = "{{ .reg .b32 a, b; {0} {1} }}"
-_HALF = "{shift}.b32 a, $2, {n}; and.b32 a, a, 0x0E000E00; {sign} lop3.b32 ${out}, b, 0x80008000, a, 0xEA;"
-_PTX_LOW = _PTX.format(
-    _HALF.format(shift="shl", n=9, sign="shl.b32 b, $2, 12;", out=0),
-    _HALF.format(shift="shl", n=1, sign="shl.b32 b, $2, 4;", out=1),
-)
-_PTX_HIGH = _PTX.format(
-    _HALF.format(shift="shl", n=5, sign="shl.b32 b, $2, 8;", out=0),
-    _HALF.format(shift="shr", n=3, sign="mov.b32 b, $2;", out=1),
-)
+    return _unpack_high_p.bind(words)
 
 
 def f16_code(code):
@@ -155,26 +145,45 @@ def f16_code(code):
     return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16)
 
 
-def _swap_middle(x):
-    """Elements 0, 1, 2, 3 of every four -> 0, 2, 1, 3."""
-    return x.reshape(*x.shape[:-1], 4, 2, 2).swapaxes(-1, -2).reshape(x.shape)
+_join_p = private.new_primitive(
+    "k2i_join",
+    lambda x, y: ((*x.shape, 2), x.dtype),
+    lambda x, y: jnp.stack([x, y], axis=-1),
+    lambda ctx, x, y: private.build_join(x, y),
+)
+
+# Two words a time, so that a register of the result holds the same byte of both: K's neighbours in the operand.
+# p has bytes 0 and 1 of each word in its halves, q bytes 2 and 3. A code goes to bits 9..11 and 15 of its half.
+_PTX = "{{ .reg .b32 a, b, p, q; prmt.b32 p, $4, $5, 0x5410; prmt.b32 q, $4, $5, 0x7632; {0} {1} {2} {3} }}"
+_HALF = "{shift}.b32 a, {x}, {n}; and.b32 a, a, 0x0E000E00; {sign} lop3.b32 ${out}, b, 0x80008000, a, 0xEA;"
+
+
+def _ptx(*forms: dict) -> str:
+    """The four bytes' codes to ``$0`` to ``$3``, bytes 0 and 2 by the first form, 1 and 3 by the second."""
+    halves = [_HALF.format(out=i, x="pq"[i // 2], **forms[i % 2]) for i in range(4)]
+    return _PTX.format(*(half.replace("SRC", "pq"[i // 2]) for i, half in enumerate(halves)))
+
+
+_PTX_LOW = _ptx(
+    {"shift": "shl", "n": 9, "sign": "shl.b32 b, SRC, 12;"}, {"shift": "shl", "n": 1, "sign": "shl.b32 b, SRC, 4;"}
+)
+_PTX_HIGH = _ptx(
+    {"shift": "shl", "n": 5, "sign": "shl.b32 b, SRC, 8;"}, {"shift": "shr", "n": 3, "sign": "mov.b32 b, SRC;"}
+)
 
 
 def _new_unpack(name: str, shift: int, ptx: str):
-    def decode(payload):
-        return _swap_middle(f16_code((payload.astype(jnp.int32) >> shift) & 15))
+    def decode(words):
+        codes = [f16_code((words >> (8 * byte + shift)) & 15) for byte in range(4)]
+        return _join_p.bind(_join_p.bind(codes[0], codes[2]), _join_p.bind(codes[1], codes[3]))
 
-    def decode_ptx(payload):
-        out = jax.ShapeDtypeStruct(payload.shape, jnp.float16)
-        [values] = plt.elementwise_inline_asm(
-            ptx, args=[payload], constraints="=&r,=&r,r", pack=4, result_shape_dtypes=[out]
-        )
-        return values
+    def triton(ctx, words):
+        if private.platform(ctx) != "cuda":
+            return private.triton_rule_of(decode)(ctx, words)
+        codes = private.build_unpack(ptx, "=&r,=&r,=&r,=&r,r,r", words)
+        return private.build_join(private.build_join(codes[0], codes[2]), private.build_join(codes[1], codes[3]))
 
-    def triton(ctx, payload):
-        return private.triton_rule_of(decode_ptx if private.platform(ctx) == "cuda" else decode)(ctx, payload)
-
-    return private.new_primitive(name, lambda x: (x.shape, jnp.float16), decode, triton)
+    return private.new_primitive(name, lambda x: ((*x.shape, 2, 2), jnp.float16), decode, triton)
 
 
 _unpack_low_p = _new_unpack("k2i_unpack_low", 0, _PTX_LOW)
@@ -184,7 +193,7 @@ _unpack_high_p = _new_unpack("k2i_unpack_high", 4, _PTX_HIGH)
 
 
 def uniform(x):
-    """The i32 scalar ``x``, held once for all lanes on AMD GPUs rather than in a register of each."""
+    """The i32 scalar ``x``, held once for all lanes of a warp rather than in a register of each."""
     return _uniform_p.bind(x)
 
 
@@ -192,8 +201,24 @@ _uniform_p = private.new_primitive(
     "k2i_uniform",
     lambda x: (x.shape, x.dtype),
     lambda x: x,
-    lambda ctx, x: private.build_readfirstlane(x) if private.platform(ctx) == "rocm" else x,
+    lambda ctx, x: private.build_uniform(x, private.platform(ctx)),
 )
+
+
+@functools.cache
+def _limit_registers_p(count: int):
+    def lower(ctx, x):
+        if private.platform(ctx) == "cuda":
+            private.set_max_registers(count)
+        return x
+
+    return private.new_primitive(f"k2i_limit_registers_{count}", lambda x: (x.shape, x.dtype), lambda x: x, lower)
+
+
+def limit_registers(x, count: int | None):
+    """``x``; the kernel it is used in gets at most ``count`` registers a thread on NVIDIA GPUs."""
+    return x if count is None else _limit_registers_p(count).bind(x)
+
 
 # --- dot of decoded operands ----------------------------------------------------------------------------------------
 
@@ -211,15 +236,11 @@ def _dot_decoded_jnp(low, high, q_low, q_high):
     return add_groups(lambda c: sums[c])
 
 
-def _dot_decoded_plt(low, high, q_low, q_high):
-    return plt.dot(low, q_low) + plt.dot(high, q_high)
-
-
 _dot_decoded_p = private.new_primitive(
     "k2i_dot_decoded",
     lambda low, high, q_low, q_high: ((low.shape[0], q_low.shape[1]), jnp.float32),
     _dot_decoded_jnp,
-    private.triton_rule_of(_dot_decoded_plt),
+    private.build_dot_decoded,
 )
 
 # --- sum over heads -------------------------------------------------------------------------------------------------

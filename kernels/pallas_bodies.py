@@ -12,7 +12,6 @@ from jax.experimental.pallas import triton as plt
 
 from k2i_jax.kernels.dot_scaled import (
     HEADS,
-    PACK_ORDER,
     dot_decoded,
     dot_scaled,
     e2m1,
@@ -27,7 +26,7 @@ from k2i_jax.kernels.dot_scaled import (
 )
 from k2i_jax.kernels.pallas_loads import Digit, KeyOrder, t
 
-_R = Digit("r", 0, 16)
+_R, _WORD = Digit("r", 0, 16), Digit("r", 2, 4)
 _C0, _C1, _C = Digit("c", 0, 2), Digit("c", 1, 2), Digit("c", 0, 4)
 
 
@@ -114,8 +113,11 @@ def _f16_power(exponent):
 
 
 def _to_operand(x):
-    """f16 in load order (half, warp, 2, 4, group, 16) -> [64, 64], K in ``dot_decoded``'s order: no data moves."""
-    return x.reshape(2, 4, 2, 4, 4, 4, 2, 2).transpose(1, 0, 2, 3, 5, 6, 4, 7).reshape(64, 64)
+    """f16 in load order (half, warp, 2, 4, group, word, byte 2, 2) -> [64, 64]: no data moves.
+
+    K counts (byte 4, high half of the word's number 2, group 4, its low half 2).
+    """
+    return x.reshape(2, 4, 2, 4, 4, 2, 2, 2, 2).transpose(1, 0, 2, 3, 7, 8, 5, 4, 6).reshape(64, 64)
 
 
 def _to_rows(x):
@@ -141,7 +143,7 @@ class Decode:
         return KeyOrder(
             self.layout,
             self.unit,
-            payload=(*rows, _C, _R),
+            payload=(*rows, _C, _WORD),
             scale=(*rows, _C),
             store=(t(0, 64),),
             opaque_scale=True,
@@ -151,8 +153,8 @@ class Decode:
         """f16[64, 32] twice: the values of low and high nibbles times 2^-14, rows in K's order."""
         # row >> 31 is a zero that ties the addresses to the row: kept across a loop of rows, they would fill registers
         k, head = iota((64, HEADS), 0) ^ (row >> 31), first + (iota((64, HEADS), 1) ^ (row >> 31))
-        place = ((k >> 3) & 1) * 2 + (k & 1)
-        byte = ((k >> 1) & 3) * 16 + (k >> 4) * 4 + sum((place == i) * byte for i, byte in enumerate(PACK_ORDER))
+        word = ((k >> 3) & 1) * 2 + (k & 1)
+        byte = ((k >> 1) & 3) * 16 + word * 4 + (k >> 4)
         code = _load_heads(q_ref, row, head, byte, self.heads).astype(jnp.int32)
         return f16_code(code & 15), f16_code(code >> 4), (k >> 1) & 3, head
 
@@ -178,7 +180,7 @@ class Decode:
         payload, scale = keys
         scale = scale.astype(jnp.int32)
         largest = jnp.max(scale, axis=4)
-        factor = _f16_power(scale - largest[..., None] + 14)[..., None]
+        factor = _f16_power(scale - largest[..., None] + 14)[..., None, None, None]
         low = _to_operand(unpack_low(payload) * factor)
         high = _to_operand(unpack_high(payload) * factor)
         return (low, high, _to_rows(e8m0(largest))), _outside(scale, largest[..., None])

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from k2i_jax.kernels._jax_private import load_bytes
+from k2i_jax.kernels._jax_private import load_bytes, load_words
 from k2i_jax.kernels.dot_scaled import iota
 
 
@@ -23,10 +23,10 @@ class Digit(NamedTuple):
     size: int
 
 
-# Byte offset in a page of each bit of t and of c; r counts bytes.
+# Byte offset in a page of each bit of t, of c and of r.
 PAYLOAD_STRIDES = {
-    "page64": {"t": (16, 32, 64, 128, 256, 512), "c": (1024, 2048), "r": (1,)},
-    "page8": {"t": (128, 256, 16, 512, 1024, 2048), "c": (32, 64), "r": (1,)},
+    "page64": {"t": (16, 32, 64, 128, 256, 512), "c": (1024, 2048), "r": (1, 2, 4)},
+    "page8": {"t": (128, 256, 16, 512, 1024, 2048), "c": (32, 64), "r": (1, 2, 4)},
 }
 SCALE_STRIDES = {
     "page64": {"t": (4, 8, 16, 32, 1, 2), "c": (64, 128)},
@@ -119,24 +119,27 @@ class KeyOrder:
         return index, index * 8 + (column & 7)
 
     def load_payload(self, ref, entry, byte=None):
-        """Loads a step's payload: u8 over ``payload``, or byte r of each (key, group), without the last dim.
+        """Loads a step's payload over ``payload``: u8, or i32 if its last digit counts words.
 
         Args:
           ref: u8[pages, 4096].
           entry: i32 over ``entry``: page ids (virtual ones for unit 8) inside the plane.
-          byte: r, an i32 scalar; None for all 16.
+          byte: r, an i32 scalar: u8 of that byte of each (key, group), without the last dim; None for all.
         """
         strides = PAYLOAD_STRIDES[self.layout]
-        if byte is None:
+        if byte is not None:
+            return self._load(ref, strides, self.payload[:-1], entry, plus=byte)
+        if self.payload[-1].bit == 0:
             return self._load(ref, strides, self.payload, entry)
-        return self._load(ref, strides, self.payload[:-1], entry, plus=byte)
+        strides = {axis: tuple(stride // 4 for stride in bits) for axis, bits in strides.items()}
+        return self._load(ref, strides, self.payload, entry, load=load_words)
 
     def load_scale(self, ref, entry, opaque_zero):
         """Loads a step's scales: u8 over ``scale`` from u8[pages, 256]."""
         zero = opaque_zero if self.opaque_scale else None
         return self._load(ref, SCALE_STRIDES[self.layout], self.scale, entry, opaque_zero=zero)
 
-    def _load(self, ref, strides, digits, entry, opaque_zero=None, plus=None):
+    def _load(self, ref, strides, digits, entry, opaque_zero=None, plus=None, load=load_bytes):
         entry = self.spread(entry, digits)
         offset = linear(digits, strides if self.unit == 64 else {**strides, "t": (*strides["t"][:3], 0, 0, 0)})
         if opaque_zero is not None:
@@ -144,8 +147,8 @@ class KeyOrder:
         if plus is not None:
             offset = offset + plus
         if self.unit == 64:
-            return load_bytes(ref, entry, offset)
+            return load(ref, entry, offset)
         b3, b4, b5 = strides["t"][3:]
         sub = entry & 7
         base = sub * b3 if b5 == 4 * b3 else (sub & 1) * b3 + (sub >> 1) * b4
-        return load_bytes(ref, entry >> 3, base + offset)
+        return load(ref, entry >> 3, base + offset)

@@ -13,8 +13,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jax.sharding import get_abstract_mesh
 
+from k2i_jax.kernels._jax_private import store_in_place
 from k2i_jax.kernels.config import Config, check_config, default_config
-from k2i_jax.kernels.dot_scaled import iota, uniform
+from k2i_jax.kernels.dot_scaled import iota, limit_registers, uniform
 from k2i_jax.kernels.pallas_bodies import Decode, DotScaled
 
 NEVER = 2**31 - 1  # a column no row reaches
@@ -24,15 +25,11 @@ def _cdiv(a, b):
     return (a + b - 1) // b
 
 
-# What the fast form of the decode body leaves to the exact pass, for each row and split.
-KEYS_LEFT, ROW_LEFT = 1, 2
-
-
-def _score_rows(refs, flag_ref, table_ref, table_row, rows, *, body, exact, buffers, part, splits):
+def _score_rows(refs, table_ref, table_row, rows, *, body, buffers, part, splits):
     """Scores this program's steps for ``rows``, a list of row indices; they see ``table_ref[table_row]``'s pages.
 
-    The decode body takes two kernels: the fast form, which notes in ``flag_ref`` i32[R, splits] what it cannot do, and
-    with ``exact`` the rest of it, one row at a time. In one kernel the exact form's registers would slow the fast one.
+    The decode body's fast form notes what it cannot do; after the loop, where few registers are in use, the exact
+    form writes over those logits, row after row.
     """
     ends_ref, q_ref, q_scale_ref, weight_ref, payload_ref, scale_ref, out_ref = refs
     order, width = body.order, out_ref.shape[1]
@@ -76,28 +73,27 @@ def _score_rows(refs, flag_ref, table_ref, table_row, rows, *, body, exact, buff
         at, column = order.flat_columns(step_of(k), live)
         return column, reach(column, entry if unit == 64 else plt.load(table_ref.at[table_row, at]))
 
-    def exact_step(k, flag):
-        [row], [end] = rows, ends
-        entry = load_entries(k)
-        scale = order.load_scale(scale_ref, clamp(entry), opaque_zero).astype(jnp.int32)
-        column, reached = stored_columns(k, entry)
-        left = ((body.keys_outside(scale) > 0) | (flag >= ROW_LEFT)) & (reached < end)
+    def exact_row(j, lefts):
+        row = jnp.minimum(rows[0] + j, rows[-1])
+        end = jnp.clip(plt.load(ends_ref.at[row]), 0, width)
+        row_left = functools.reduce(jnp.maximum, [jnp.where(j == i, left, 0) for i, left in enumerate(lefts)])
 
-        @pl.when(jnp.max(left.astype(jnp.int32)) > 0)
-        def _():
-            load_byte = functools.partial(order.load_payload, payload_ref, clamp(entry))
-            value = body.exact_logits(load_byte, scale, q_ref, q_scale_ref, weight_ref, row)
-            plt.store(out_ref.at[row, column], value, mask=left)
+        def exact_step(k, carry):
+            entry = load_entries(k)
+            scale = order.load_scale(scale_ref, clamp(entry), opaque_zero).astype(jnp.int32)
+            column, reached = stored_columns(k, entry)
+            left = ((body.keys_outside(scale) > 0) | (row_left > 0)) & (reached < end)
 
-        return flag
+            @pl.when(jnp.max(left.astype(jnp.int32)) > 0)
+            def _():
+                load_byte = functools.partial(order.load_payload, payload_ref, clamp(entry))
+                value = body.exact_logits(load_byte, scale, q_ref, q_scale_ref, weight_ref, row)
+                plt.store(out_ref.at[row, column], value, mask=left)
 
-    if exact:
-        flag = plt.load(flag_ref.at[rows[0], part])
-        lax.fori_loop(0, jnp.where(flag > 0, mine, 0), exact_step, flag)
-        return
-    if flag_ref is not None:
-        for row in rows:
-            plt.store(flag_ref.at[row, part], jnp.int32(0))
+            return carry
+
+        lax.fori_loop(jnp.int32(0), mine, exact_step, jnp.int32(0))
+        return lefts
 
     @pl.when(mine > 0)
     def _():
@@ -111,7 +107,11 @@ def _score_rows(refs, flag_ref, table_ref, table_row, rows, *, body, exact, buff
             operand, outside_keys = body.prepare(keys)
             column, reached = stored_columns(k, entry)
             for row, end, query in zip(rows, ends, queries, strict=True):
-                plt.store(out_ref.at[row, column], jnp.where(reached < end, body.logits(operand, query), -jnp.inf))
+                value = jnp.where(reached < end, body.logits(operand, query), -jnp.inf)
+                if isinstance(body, Decode):
+                    store_in_place(out_ref, row, column, value)
+                else:
+                    plt.store(out_ref.at[row, column], value)
             if outside_keys is not None:
                 column = order.columns(index(k), order.scale, jnp.int32(0))
                 outside = outside | (outside_keys & (column < last)).astype(jnp.int32)
@@ -132,10 +132,11 @@ def _score_rows(refs, flag_ref, table_ref, table_row, rows, *, body, exact, buff
         ahead = tuple(load_entries(jnp.int32(buffers + b)) for b in range(buffers))
         outside = jnp.zeros([d.size for d in order.scale], jnp.int32) if isinstance(body, Decode) else jnp.int32(0)
         *_, outside = lax.fori_loop(0, _cdiv(mine, buffers), trip, (held, ahead, outside))
-        if flag_ref is not None:
-            keys_left = jnp.max(outside) * KEYS_LEFT
-            for row, (_, row_left) in zip(rows, queries, strict=True):
-                plt.store(flag_ref.at[row, part], keys_left | row_left * ROW_LEFT)
+        if isinstance(body, Decode):
+            lefts = tuple(left for _, left in queries)
+            some = functools.reduce(jnp.maximum, lefts, jnp.max(outside))
+            # the same threads that stored a fast logit store the exact one: both stores are one row of columns
+            lax.fori_loop(jnp.int32(0), jnp.where(some > 0, jnp.int32(len(rows)), 0), exact_row, lefts)
 
     _fill(out_ref, rows, live * unit, part, splits, 64 * order.groups)
 
@@ -156,56 +157,78 @@ def _fill(out_ref, rows, first_column, part, splits, block):
     lax.fori_loop(start, stop, step, jnp.int32(0))
 
 
-def _refs(refs, exact):
-    """(input refs and logits, flags or None) of a kernel's trailing refs."""
-    if exact:
-        *inputs, flag_ref, _, out_ref = refs  # the logits come in and go out in one buffer
-        return (*inputs, out_ref), flag_ref
-    inputs, (out_ref, *flag_ref) = refs[:6], refs[6:]
-    return (*inputs, out_ref), (flag_ref or [None])[0]
-
-
 def _index_kernel(
     pages_ref,  # i32[S, P]
     starts_ref,  # i32[S + 1]
-    *refs,  # row ends i32[R], q u8[R, H, 64], its scale u8[R, H, 4], weights f32[R, H], plane u8[pages, 4096 and 256],
-    body,  # with ``exact`` flags i32[R, splits] and logits f32[R, 64 P]; out: logits f32[R, 64 P], flags for "decode"
+    *refs,  # row ends i32[R], q u8[R, H, 64], its scale u8[R, H, 4], weights f32[R, H], plane u8[pages, 4096 and 256];
+    body,  # out: logits f32[R, 64 P]
     rows,
+    longest,
     buffers,
     splits,
-    chunks,
-    exact,
+    registers,
 ):
-    sequence, part, chunk = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    refs, flag_ref = _refs(refs, exact)
+    group, part = limit_registers(pl.program_id(0), registers), pl.program_id(1)
     num_rows = refs[0].shape[0]
-    start = jnp.clip(plt.load(starts_ref.at[sequence]), 0, num_rows)
-    end = jnp.clip(plt.load(starts_ref.at[sequence + 1]), start, num_rows)
+    sequence, first, end = _find_group(starts_ref, group, rows, num_rows, longest)
 
-    def group(i, carry):
-        first = start + (chunk + i * chunks) * rows
+    @pl.when(sequence >= 0)
+    def _():
         # absent rows repeat the last one: the same bits to the same place
         indices = [jnp.minimum(first + j, end - 1) for j in range(rows)]
-        _score_rows(
-            refs, flag_ref, pages_ref, sequence, indices,
-            body=body, exact=exact, buffers=buffers, part=part, splits=splits,
-        )  # fmt: skip
-        return carry
-
-    groups = _cdiv(end - start, rows)
-    lax.fori_loop(0, _cdiv(jnp.maximum(groups - chunk, 0), chunks), group, jnp.int32(0))
-    if exact:
-        return
+        _score_rows(refs, pages_ref, sequence, indices, body=body, buffers=buffers, part=part, splits=splits)
 
     def outside(row, carry):
         _fill(refs[-1], [row], jnp.int32(0), part, splits, 64 * body.order.groups)
         return carry
 
     # rows of no sequence: before the first one's start and past the last one's end
-    before = jnp.where((sequence == 0) & (chunk == 0), start, 0)
-    after = jnp.where((sequence == pl.num_programs(0) - 1) & (chunk == 0), end, num_rows)
-    lax.fori_loop(0, before, outside, jnp.int32(0))
-    lax.fori_loop(after, num_rows, outside, jnp.int32(0))
+    before = jnp.clip(plt.load(starts_ref.at[jnp.int32(0)]), 0, num_rows)
+    after = jnp.clip(plt.load(starts_ref.at[jnp.int32(starts_ref.shape[0] - 1)]), before, num_rows)
+    lax.fori_loop(jnp.int32(0), jnp.where(group == 0, before, 0), outside, jnp.int32(0))
+    lax.fori_loop(jnp.where(group == 0, after, num_rows), jnp.int32(num_rows), outside, jnp.int32(0))
+
+
+def _groups(rows: int, sequences: int, shared: int) -> int:
+    """How many numbers ``_find_group`` may give to the groups of ``rows`` rows in all."""
+    return rows if shared == 1 else rows // shared + sequences
+
+
+def _find_group(starts_ref, group, rows, num_rows, longest):
+    """(sequence, first row, end of the sequence's rows) of a group of rows; sequence -1 where there is none.
+
+    Each sequence's rows are cut into groups of ``rows``, numbered from ``start // rows + sequence``, which leaves each
+    its own numbers, or from ``start`` if ``rows`` is 1. A program finds its own group: a loop over a sequence's groups
+    would keep the addresses of their queries in registers all the time. It tries where the group is if all sequences
+    have ``longest`` rows, and else counts the sequences that start before.
+    """
+    sequences, stride = starts_ref.shape[0] - 1, int(rows > 1)
+
+    def number(start, sequence):
+        return lax.div(start, jnp.int32(rows)) + sequence * stride
+
+    def start_of(sequence):
+        return jnp.clip(plt.load(starts_ref.at[sequence]), 0, num_rows)
+
+    guess = jnp.minimum(lax.div(group * rows, jnp.int32(longest + rows * stride)), sequences - 1)
+    alone = (guess + 1 >= sequences) | (number(start_of(guess + 1), guess + 1) > group)
+    found = alone & (number(start_of(guess), guess) <= group)
+    block = min(pl.next_power_of_2(sequences), 1024)
+
+    def count(i, before):
+        s = i * block + iota((block,), 0)
+        start = jnp.clip(plt.load(starts_ref.at[s], mask=s < sequences, other=0), 0, num_rows)
+        mine = (s < sequences) & (number(start, s) <= group)
+        return before + jnp.sum(mine.astype(jnp.int32), dtype=jnp.int32)
+
+    blocks = jnp.where(found, jnp.int32(0), _cdiv(sequences, block))
+    before = lax.fori_loop(jnp.int32(0), blocks, count, jnp.int32(0))
+    sequence = uniform(jnp.where(found, guess, before - 1))
+    here = jnp.maximum(sequence, 0)
+    start = start_of(here)
+    end = jnp.maximum(start_of(here + 1), start)
+    first = start + (group - number(start, here)) * rows
+    return jnp.where(first < end, sequence, -1), first, end
 
 
 def _candidate_kernel(
@@ -214,13 +237,10 @@ def _candidate_kernel(
     body,
     buffers,
     splits,
-    exact,
+    registers,
 ):
-    row, part = pl.program_id(0), pl.program_id(1)
-    refs, flag_ref = _refs(refs, exact)
-    _score_rows(
-        refs, flag_ref, table_ref, row, [row], body=body, exact=exact, buffers=buffers, part=part, splits=splits
-    )
+    row, part = limit_registers(pl.program_id(0), registers), pl.program_id(1)
+    _score_rows(refs, table_ref, row, [row], body=body, buffers=buffers, part=part, splits=splits)
 
 
 def _body(config, layout, unit, heads):
@@ -229,17 +249,10 @@ def _body(config, layout, unit, heads):
     return DotScaled(layout, unit, heads, config.keys // 64)
 
 
-def _call(kernels, grids, shape, config, interpret, *operands):
-    """Runs the kernel of the scores and, for the decode body, that of the exact pass; each has its grid."""
-    logits = jax.ShapeDtypeStruct(shape, jnp.float32)
-    flags = jax.ShapeDtypeStruct((shape[0], config.splits), jnp.int32)
+def _call(kernel, grid, shape, config, interpret, *operands):
     params = plt.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages)
-    call = functools.partial(pl.pallas_call, interpret=interpret, compiler_params=params)
-    if config.body == "dot_scaled":
-        return call(kernels[0], out_shape=logits, grid=grids[0])(*operands)
-    out, left = call(kernels[0], out_shape=(logits, flags), grid=grids[0])(*operands)
-    aliases = {len(operands) + 1: 0}
-    return call(kernels[1], out_shape=logits, grid=grids[1], input_output_aliases=aliases)(*operands, left, out)
+    logits = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return pl.pallas_call(kernel, out_shape=logits, grid=grid, interpret=interpret, compiler_params=params)(*operands)
 
 
 def _for_each_device(run, config, interpret, heads, facts):
@@ -282,15 +295,12 @@ def index_logits(queries, weights, plane, table, *, config: Config | None = None
     layout = str(getattr(plane.layout, "value", plane.layout))
 
     def run(config):
-        longest = min(table.max_query_len or _cdiv(rows, sequences), rows)
-        kernels, grids = [], []
-        for exact, shared in ((False, config.rows), (True, 1)):
-            chunks = min(_cdiv(longest, shared), 65535)
-            facts = dict(rows=shared, buffers=config.buffers, splits=config.splits, chunks=chunks, exact=exact)
-            kernels.append(functools.partial(_index_kernel, body=_body(config, layout, 64, heads), **facts))
-            grids.append((sequences, config.splits, chunks))
+        longest = table.max_query_len or _cdiv(rows, sequences)
+        facts = dict(buffers=config.buffers, splits=config.splits, registers=config.registers, longest=longest)
+        groups = _groups(rows, sequences, config.rows)
+        kernel = functools.partial(_index_kernel, body=_body(config, layout, 64, heads), rows=config.rows, **facts)
         return _call(
-            kernels, grids, (rows, 64 * entries), config, interpret,
+            kernel, (groups, config.splits), (rows, 64 * entries), config, interpret,
             table.pages, table.query_start_loc, table.row_ends,
             queries.payload, queries.scale, weights, plane.payload, plane.scale,
         )  # fmt: skip
@@ -320,10 +330,10 @@ def candidate_logits(queries, weights, plane, candidates, *, config: Config | No
     layout = str(getattr(plane.layout, "value", plane.layout))
 
     def run(config):
-        facts = dict(body=_body(config, layout, 8, heads), buffers=config.buffers, splits=config.splits)
-        kernels = [functools.partial(_candidate_kernel, exact=exact, **facts) for exact in (False, True)]
+        facts = dict(buffers=config.buffers, splits=config.splits, registers=config.registers)
+        kernel = functools.partial(_candidate_kernel, body=_body(config, layout, 8, heads), **facts)
         return _call(
-            kernels, [(rows, config.splits)] * 2, (rows, 8 * blocks), config, interpret,
+            kernel, (rows, config.splits), (rows, 8 * blocks), config, interpret,
             candidates.virtual_pages, candidates.row_ends,
             queries.payload, queries.scale, weights, plane.payload, plane.scale,
         )  # fmt: skip

@@ -87,6 +87,14 @@ def test_vmap_is_a_loop(implementation):
     assert equal(jax.vmap(score)(*stacked), jnp.stack([score(*a) for a in arguments]))
 
 
+def test_vmap_over_planes(implementation, layout):
+    """Each entry of a batch of planes is read at its own place, and written logits go to theirs."""
+    batches = [small(seed, ENDS).in_layout(layout) for seed in (5, 6, 7)]
+    score = lambda q, w, p, t: k.index_logits(q, w, p, t, **implementation)
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *[b.args for b in batches])
+    assert equal(jax.vmap(score)(*stacked), jnp.stack([score(*b.args) for b in batches]))
+
+
 def test_vmap_of_the_selection():
     rng = np.random.default_rng(0)
     logits = jnp.asarray(rng.standard_normal((3, 4, 320)), jnp.float32)

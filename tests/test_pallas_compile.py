@@ -44,10 +44,13 @@ def test_other_targets(target, layout):
 
 @PINNED
 def test_sm_90_keeps_its_registers():
-    """Over 128 registers, a multiprocessor holds under four programs."""
+    """The register limit reaches the compiler, keys stay words, and no logit goes through shared memory."""
     found = compiled("sm_90", "page8", "full", 1)
-    assert found.vgprs <= 128
+    assert found.vgprs <= found.config.registers == 128
     assert list(found.matrix) == ["HGMMA.64x32x16.F32"]
+    assert found.instructions["barrier"] == 1  # an exchange of logits would take two more
+    assert found.total <= 360, found.instructions
+    assert compiled("sm_90", "page8", "full", 6).instructions["barrier"] == 1
 
 
 def test_unknown_target():
