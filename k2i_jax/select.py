@@ -1,9 +1,4 @@
-"""The two-level selection: 2048 candidate blocks of 8, then the top 512 positions, in fixed shapes.
-
-Selection works on an order of the IEEE bits, by radix: find the k-th largest key two bits at a time, keep what is
-above it, and of its equals those at the lowest columns. No sort, so no backend's idea of ties, NaN or -0, and the
-columns come out ascending.
-"""
+"""The two-level selection: 2048 candidate blocks of 8, then the top 512 positions, in fixed shapes."""
 
 import dataclasses
 import functools
@@ -11,11 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
-from jaxtyping import Array, Bool, Float32, Int, Int32, UInt32
+from jaxtyping import Array, Float32, Int, Int32
 
 from k2i_jax._check import AnyArray, as_int32, check_array
+from k2i_jax._radix import NEGATIVE_INF, NONE, PINNED, columns_of, order_keys, top
+from k2i_jax._rows import map_rows, table_part
 from k2i_jax.candidates import (
     CandidateBlocks,
     CandidateTable,
@@ -29,11 +24,6 @@ from k2i_jax.layout import SUB_PAGE_SIZE
 from k2i_jax.page_table import PageTable, check_table
 from k2i_jax.plane import IndexKPlane
 from k2i_jax.score import candidate_logits, index_logits
-
-_NONE = np.uint32(0)  # order key of what is no choice
-_NEGATIVE_INF = np.uint32(0x007FFFFF)  # smallest key of a choice
-_PINNED = np.uint32(0xFFFFFFFF)
-_SIGN = np.uint32(1 << 31)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["positions", "slots", "count"], meta_fields=[])
@@ -50,46 +40,6 @@ class Selection:
     positions: Int32[Array, "rows k"]
     slots: Int32[Array, "rows k"]
     count: Int32[Array, "rows"]
-
-
-def _order_keys(x: Float32[Array, "rows n"]) -> UInt32[Array, "rows n"]:
-    """Unsigned keys in the order of the floats; -0 equals +0, NaN becomes 0, -inf 0x7fffff."""
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    bits = jnp.where(bits == _SIGN, _NONE, bits)
-    keys = jnp.where(bits >= _SIGN, ~bits, bits | _SIGN)
-    return jnp.where(bits & ~_SIGN > np.uint32(0x7F800000), _NONE, keys)
-
-
-def _top(keys: UInt32[Array, "rows n"], count: Int32[Array, "rows"]) -> Bool[Array, "rows n"]:
-    """Marks the ``count`` largest non-zero keys of each row, of equal ones those at the lowest columns."""
-    count = jnp.minimum(count, jnp.sum(keys > 0, axis=1, dtype=jnp.int32))
-
-    def refine(i, threshold):
-        shift = jnp.uint32(30) - 2 * i.astype(jnp.uint32)
-        for digit in (
-            1,
-            2,
-            3,
-        ):  # the largest digit that still leaves ``count`` keys wins; counts fall with digits
-            trial = threshold & ~(jnp.uint32(3) << shift) | (jnp.uint32(digit) << shift)
-            enough = jnp.sum(keys >= trial[:, None], axis=1, dtype=jnp.int32) >= count
-            threshold = jnp.where(enough, trial, threshold)
-        return threshold
-
-    zeros = jnp.zeros(keys.shape[0], jnp.uint32)
-    threshold = lax.fori_loop(jnp.int32(0), jnp.int32(16), refine, zeros)[:, None]
-    above = keys > threshold
-    equal = (keys == threshold) & (keys > 0)
-    spare = count - jnp.sum(above, axis=1, dtype=jnp.int32)
-    return above | (equal & (jnp.cumsum(equal, axis=1, dtype=jnp.int32) <= spare[:, None]))
-
-
-def _columns(chosen: Bool[Array, "rows n"], k: int) -> Int32[Array, "rows k"]:
-    """Ascending columns of the marks, at most ``k``, then -1."""
-    through = jnp.cumsum(chosen, axis=1, dtype=jnp.int32)
-    wanted = jnp.arange(1, k + 1, dtype=jnp.int32)
-    columns = jax.vmap(lambda row: jnp.searchsorted(row, wanted, side="left"))(through).astype(jnp.int32)
-    return jnp.where(columns < chosen.shape[1], columns, -1)
 
 
 def select_candidate_blocks(
@@ -129,14 +79,14 @@ def _select_blocks(logits, row_ends, topk_blocks, block_size):
     if blocks == 0:
         return CandidateBlocks(jnp.zeros((rows, 0), jnp.int32), jnp.zeros(rows, jnp.int32))
     ends = jnp.clip(row_ends, 0, width)
-    keys = jnp.where(jnp.arange(width, dtype=jnp.int32) < ends[:, None], _order_keys(logits), _NONE)
+    keys = jnp.where(jnp.arange(width, dtype=jnp.int32) < ends[:, None], order_keys(logits), NONE)
     keys = jnp.pad(keys, ((0, 0), (0, blocks * block_size - width))).reshape(rows, blocks, block_size)
-    keys = jnp.maximum(jnp.max(keys, axis=2), _NEGATIVE_INF)
+    keys = jnp.maximum(jnp.max(keys, axis=2), NEGATIVE_INF)
     ids, existing = jnp.arange(blocks, dtype=jnp.int32), (ends + block_size - 1) // block_size
-    keys = jnp.where(ids == existing[:, None] - 1, _PINNED, keys)
-    keys = jnp.where(ids < existing[:, None], keys, _NONE)
+    keys = jnp.where(ids == existing[:, None] - 1, PINNED, keys)
+    keys = jnp.where(ids < existing[:, None], keys, NONE)
     count = jnp.minimum(existing, topk_blocks)
-    return CandidateBlocks(_columns(_top(keys, count), min(topk_blocks, blocks)), count)
+    return CandidateBlocks(columns_of(top(keys, count), min(topk_blocks, blocks)), count)
 
 
 def select_topk(
@@ -170,10 +120,10 @@ def _select_topk(logits, table, k):
         empty = jnp.full((rows, k), -1, jnp.int32)
         return Selection(empty, empty, jnp.zeros(rows, jnp.int32))
     ends = table.live_ends() if isinstance(table, PageTable) else table.row_ends
-    keys = _order_keys(logits)
-    choice = (jnp.arange(width, dtype=jnp.int32) < ends[:, None]) & (keys > _NEGATIVE_INF)
-    chosen = _top(jnp.where(choice, keys, _NONE), jnp.full(rows, k, jnp.int32))
-    columns = _columns(chosen, k)
+    keys = order_keys(logits)
+    choice = (jnp.arange(width, dtype=jnp.int32) < ends[:, None]) & (keys > NEGATIVE_INF)
+    chosen = top(jnp.where(choice, keys, NONE), jnp.full(rows, k, jnp.int32))
+    columns = columns_of(chosen, k)
     positions = columns if isinstance(table, PageTable) else table.positions(columns)
     return Selection(positions, table.slots(columns), jnp.sum(chosen, axis=1, dtype=jnp.int32))
 
@@ -243,22 +193,9 @@ def source(
     }
 
     def select(first, queries, weights, row_ends):
-        starts = jnp.clip(table.query_start_loc - first, 0, row_ends.shape[0])
-        part = PageTable(table.pages, row_ends, starts, table.max_query_len)
+        part = table_part(table, first, row_ends)
         logits = index_logits(queries, weights, plane, part, **options)
         blocks = select_candidate_blocks(logits, part.live_ends(), topk_blocks=topk_blocks)
         return select_topk(logits, part, k=k), blocks
 
-    rows = table.row_ends.shape[0]
-    if rows <= rows_per_step:
-        return select(0, queries, weights, table.row_ends)
-    steps = -(-rows // rows_per_step)
-
-    def chunks(x):
-        x = jnp.pad(x, ((0, steps * rows_per_step - rows), *[(0, 0)] * (x.ndim - 1)))
-        return x.reshape(steps, rows_per_step, *x.shape[1:])
-
-    first = jnp.arange(steps, dtype=jnp.int32) * rows_per_step
-    parts = jax.tree.map(chunks, (queries, weights, table.row_ends))
-    out = lax.map(lambda xs: select(xs[0], *xs[1]), (first, parts))
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:rows], out)
+    return map_rows(select, rows_per_step, queries, weights, table.row_ends)
