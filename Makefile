@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PYTEST_ARGS ?=
 
-.PHONY: demo test test-compile test-rocm-aot lint typecheck wheel clean
+.PHONY: demo test test-compile test-rocm-aot test-sglang lint typecheck wheel clean
 
 demo: .venv/ready
 	.venv/bin/k2i-jax demo
@@ -23,7 +23,7 @@ lint: .venv-dev/ready
 typecheck: .venv-dev/ready
 	.venv-dev/bin/pip install -q --no-deps --force-reinstall .
 	rm -rf build
-	cd .venv-dev && bin/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p k2i_jax
+	cd .venv-dev && bin/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p k2i_jax -p k2i_jax_capture
 
 wheel: .venv-dev/ready
 	rm -rf build dist
@@ -63,5 +63,17 @@ $(ROCM_VENV)/ready: pyproject.toml tools/rocm_stubs.py
 	$(ROCM_VENV)/bin/python tools/rocm_stubs.py $(ROCM_VENV)/lib/python3*/site-packages/jax_plugins/xla_rocm$(ROCM)/xla_rocm_plugin.so $(ROCM_VENV)/stubs
 	touch $@
 
+# Opt-in: SGLang 0.5.23's own code on a CPU, its Triton kernels interpreted, in an environment with its unpacked wheel.
+test-sglang: .venv-sglang/ready
+	TRITON_INTERPRET=1 JAX_PLATFORMS=cpu .venv-sglang/bin/python -m pytest -n 2 --dist loadfile tests/with_sglang tests/test_sglang.py \
+	  tests/test_capture.py tests/test_bundle.py $(PYTEST_ARGS)
+
+.venv-sglang/ready: pyproject.toml tools/install_torch_cpu.py tools/setup_sglang.py
+	$(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/python tools/install_torch_cpu.py
+	.venv-sglang/bin/pip install -q -e '.[test]'
+	.venv-sglang/bin/python tools/setup_sglang.py
+	touch $@
+
 clean:
-	rm -rf .venv .venv-test .venv-dev .venv-rocm* build dist *.egg-info
+	rm -rf .venv .venv-test .venv-dev .venv-sglang .venv-rocm* build dist *.egg-info

@@ -1,7 +1,7 @@
 """The usual reasons why two scorers disagree, each tried out on our side: would that fault give their numbers?"""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ class Inputs(NamedTuple):
 
     def score(self, *, absolute: bool = False) -> np.ndarray:
         """f32[rows, columns]; with ``absolute`` weights the magnitude that errors are measured against."""
-        op = candidate_logits if isinstance(self.table, CandidateTable) else index_logits
+        op: Callable[..., Any] = candidate_logits if isinstance(self.table, CandidateTable) else index_logits
         weights = jnp.abs(self.weights) if absolute else self.weights
         scale = abs(self.weight_scale) if absolute else self.weight_scale
         return np.asarray(op(self.queries, weights, self.plane, self.table, weight_scale=scale, **self.options))
@@ -95,20 +95,21 @@ def _faults(inputs: Inputs) -> Iterator[tuple[str, Inputs, int, float]]:
             yield f"weights rounded to {jnp.dtype(dtype)}", inputs._replace(weights=rounded), 0, np.inf
     if inputs.weight_scale != 1:
         yield "weight scale left out", inputs._replace(weight_scale=1.0), 0, np.inf
-    table, candidates = inputs.table, isinstance(inputs.table, CandidateTable)
+    candidates, table = isinstance(inputs.table, CandidateTable), inputs.table
+    changed: Callable[..., Any] = dataclasses.replace
     field, what, unit = ("virtual_pages", "virtual page", 8) if candidates else ("pages", "page", 64)
     pages = getattr(table, field)
     for step in (1, -1):
-        moved = inputs._replace(table=dataclasses.replace(table, **{field: jnp.roll(pages, -step, axis=1)}))
+        moved = inputs._replace(table=changed(table, **{field: jnp.roll(pages, -step, axis=1)}))
         known = (0, table.width - unit) if step > 0 else (unit, np.inf)
         yield f"page table shifted: column {step:+d}", moved, *known
-        moved = inputs._replace(table=dataclasses.replace(table, **{field: pages + step}))
+        moved = inputs._replace(table=changed(table, **{field: pages + step}))
         yield f"page table shifted: {what} ids {step:+d}", moved, 0, np.inf
 
 
 def _byte_faults(queries: FP4Array, plane: IndexKPlane) -> Iterator[tuple[str, dict[str, Any]]]:
     swap = dataclasses.replace
-    if plane.layout in _OTHER:
+    if plane.layout in _OTHER and plane.scale is not None:
         other = _OTHER[plane.layout]
         yield f"layouts swapped: key pages read as {other}", {"plane": swap(plane, layout=other)}
         _, wrong = convert_pages(other, plane.layout, plane.payload, plane.scale)

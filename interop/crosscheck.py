@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from k2i_jax.candidates import CandidateTable
@@ -66,7 +67,7 @@ def crosscheck(
     if (our_selection is None) != (their_selection is None):
         raise ValueError("their_selection: our_selection and their_selection come together")
     options = {"implementation": implementation, "interpret": interpret}
-    inputs = None if lacking else Inputs(queries, weights, plane, table, float(weight_scale), options)  # type: ignore[arg-type]
+    inputs = None if lacking else Inputs(queries, weights, plane, table, float(weight_scale), options)
     ours = inputs.score() if ours is None and inputs else to_numpy(ours)
     theirs, ends = to_numpy(theirs), to_numpy(row_ends)
     if ours.ndim != 2 or theirs.ndim != 2 or ours.shape[0] != theirs.shape[0] or ends.shape != ours.shape[:1]:
@@ -165,7 +166,7 @@ def _worst(differences, live, ours, theirs, table, count: int = 5) -> list[dict[
 
 def _place(table, row: int, column: int) -> tuple[int, int]:
     columns = np.full((table.row_ends.shape[0], 1), column, np.int32)
-    position = int(table.positions(columns)[row, 0]) if isinstance(table, CandidateTable) else column
+    position = int(table.positions(jnp.asarray(columns))[row, 0]) if isinstance(table, CandidateTable) else column
     return position, int(table.slots(columns)[row, 0])
 
 
@@ -175,7 +176,7 @@ def _selections(ours, theirs, logits, table, tolerance, magnitude, ends) -> dict
     column_of: list[dict[int, int]] | None = None
     if isinstance(table, CandidateTable):
         columns = np.broadcast_to(np.arange(logits.shape[1], dtype=np.int32), logits.shape)
-        positions = np.asarray(table.positions(columns))
+        positions = np.asarray(table.positions(jnp.asarray(columns)))
         column_of = [{int(p): c for c, p in enumerate(row[:end])} for row, end in zip(positions, ends, strict=True)]
     equal = tied = unequal = 0
     overlaps = []
@@ -186,10 +187,10 @@ def _selections(ours, theirs, logits, table, tolerance, magnitude, ends) -> dict
             equal += 1
             continue
         changed = a ^ b
-        columns = [column_of[row].get(p, -1) if column_of else p for p in changed]
-        inside = all(0 <= c < ends[row] for c in columns)
+        where = [column_of[row].get(p, -1) if column_of else p for p in changed]
+        inside = all(0 <= c < ends[row] for c in where)
         slack = 2 * tolerance * np.linalg.norm(np.where(np.isfinite(magnitude[row]), magnitude[row], 0.0))
-        if len(a) == len(b) and inside and np.ptp(logits[row][columns]) <= slack:
+        if len(a) == len(b) and inside and np.ptp(logits[row][where]) <= slack:
             tied += 1
         else:
             unequal += 1
@@ -216,7 +217,7 @@ def _ends_higher(inputs: Inputs, theirs, ends, tolerance, tails) -> bool:
     if isinstance(table, CandidateTable) or len({int(n) % 64 for n in ends[rows]}) < 2:
         return False
     some = inputs.take(rows)
-    some = some._replace(table=PageTable.from_rows(some.table.pages, np.asarray(ends[rows] + 2, np.int32)))  # type: ignore[union-attr]
+    some = some._replace(table=PageTable.from_rows(some.table.pages, np.asarray(ends[rows] + 2, np.int32)))
     ours, magnitude, there = some.score(), some.score(absolute=True), theirs[rows]
 
     def matches(step):

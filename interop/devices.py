@@ -82,6 +82,6 @@ def warn_if_preallocating() -> None:
 def warn_on_import() -> None:
     """The same warning while it may still help: torch already holds a GPU and JAX may want one."""
     loaded = sys.modules.get("torch")
-    wants_gpu = (jax.config.jax_platforms or "gpu") != "cpu"
+    wants_gpu = (getattr(jax.config, "jax_platforms", None) or "gpu") != "cpu"
     if loaded is not None and wants_gpu and loaded.cuda.is_available() and loaded.cuda.is_initialized():
         warn_if_preallocating()

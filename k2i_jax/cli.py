@@ -25,7 +25,8 @@ def _demo(args) -> int:
     from k2i_jax import demo
 
     options = {"implementation": args.implementation, "interpret": args.interpret}
-    return 0 if demo.run(args.case, options, console) else 1
+    run = demo.run_sglang if args.sglang else demo.run
+    return 0 if run(args.case, options, console) else 1
 
 
 def _show_config(args) -> int:
@@ -115,6 +116,28 @@ def _tag(args) -> int:
     return 0
 
 
+def _crosscheck(args) -> int:
+    console = _console()
+    from k2i_jax.interop import replay
+
+    options = {"tolerance": args.tolerance, "implementation": args.implementation}
+    return 0 if replay.crosscheck_files(args.files, console, json_path=args.json, **options) else 1
+
+
+def _watch(args) -> int:
+    console = _console()
+    from k2i_jax.interop import replay
+
+    options = {"tolerance": args.tolerance, "implementation": args.implementation}
+    return 0 if replay.watch(args.folder, console, count=args.count, timeout=args.timeout, **options) else 1
+
+
+def _sglang_check(args) -> int:
+    from k2i_jax.interop import sglang_check
+
+    return 0 if sglang_check.run(args.source) else 1
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="k2i-jax", description="DeepSeek-V4.1's index lookup (K2i) in JAX.")
     parser.add_argument("--version", action="version", version=f"k2i_jax {__version__}")
@@ -124,6 +147,9 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--case", metavar="FILE.npz", help="a case file (default: the one that ships with the package)")
     demo.add_argument("--implementation", choices=sorted(IMPLEMENTATIONS), help="default: the best for the device")
     demo.add_argument("--interpret", action="store_true", help="run the Pallas kernels interpreted, on any host")
+    demo.add_argument(
+        "--sglang", action="store_true", help="run SGLang's own decode body, with this scorer in aiter's place"
+    )
     demo.set_defaults(run=_demo)
 
     config = commands.add_parser("show-config", help="versions, devices, implementations that can run here")
@@ -152,6 +178,24 @@ def _parser() -> argparse.ArgumentParser:
     tag.add_argument("--ratio", type=int, help="positions a key, if known")
     tag.add_argument("--compare", nargs=2, metavar=("A.json", "B.json"), help="explain the differences in words")
     tag.set_defaults(run=_tag)
+
+    check = commands.add_parser("crosscheck", help="replay bundles of the capture plugin and compare")
+    check.add_argument("files", nargs="+", metavar="FILE", help="step*.safetensors")
+    check.add_argument("--json", metavar="OUT.json", help="write the reports")
+    watch = commands.add_parser("watch", help="replay bundles as they arrive in a folder")
+    watch.add_argument("folder", metavar="DIR")
+    watch.add_argument("--count", type=int, help="stop after so many bundles")
+    watch.add_argument("--timeout", type=float, metavar="S", help="stop when none came for so long")
+    for command, run in ((check, _crosscheck), (watch, _watch)):
+        command.add_argument("--tolerance", type=float, default=1e-5, help="bound on a row's error (default: 1e-5)")
+        command.add_argument("--implementation", choices=sorted(IMPLEMENTATIONS), help="how this side scores")
+        command.set_defaults(run=run)
+
+    sglang = commands.add_parser("sglang", help="look at the installed SGLang")
+    actions = sglang.add_subparsers(required=True, metavar="action")
+    names = actions.add_parser("check", help="is every name of SGLang's that is relied on still there?")
+    names.add_argument("--source", metavar="DIR", help="SGLang's package folder (default: the installed one)")
+    names.set_defaults(run=_sglang_check)
     return parser
 
 

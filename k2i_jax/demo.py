@@ -48,6 +48,59 @@ def run(path: str | None, options: dict[str, Any], console: Console) -> bool:
     return holds
 
 
+def run_sglang(path: str | None, options: dict[str, Any], console: Console) -> bool:
+    """SGLang's own decode body, SOURCE then REINDEX, on a case in both layouts; True if it selects what it recorded.
+
+    Raises:
+      ImportError: SGLang's source is not here.
+      ValueError: the case file cannot be read.
+    """
+    from k2i_jax.interop.sglang_body import Backend, run_decode
+    from k2i_jax.interop.sglang_host import import_sglang
+
+    case = load_case(path)
+    sglang = import_sglang()
+    console.print(
+        f"[bold]k2i_jax demo[/] · SGLang {sglang.version}'s own low_ratio_index_topk_hip_decode, SOURCE then REINDEX, "
+        f"on case [bold]{case.name}[/]; k2i_jax scores in aiter's place "
+        "(without a GPU SGLang's Triton kernels run interpreted: a minute)"
+    )
+    columns = {}
+    for layout in case.planes:
+        outcome = run_decode(Backend(sglang, case.arrays, layout), **options)
+        found = {
+            "candidate_ids": outcome.candidate_ids,
+            "topk_positions": outcome.positions,
+            "topk_slots": outcome.slots,
+        }
+        same = {name: _sets(ids) == _sets(case.arrays[name]) for name, ids in found.items()}
+        columns[layout] = {
+            "candidate blocks of the SOURCE": same["candidate_ids"],
+            "positions that the REINDEX selected": same["topk_positions"],
+            "slots that the REINDEX selected": same["topk_slots"],
+        }
+        first, second = outcome.calls
+        console.print(
+            f"{layout}: SGLang asked for page8={first['page8']}, pages_per_block {first['pages_per_block']} then "
+            f"{second['pages_per_block']}, tables {list(first['tables'])} then {list(second['tables'])}"
+        )
+    table = Table("as recorded", *columns, title="SGLang's body with this scorer", title_justify="left")
+    for name in next(iter(columns.values())):
+        table.add_row(name, *(_word(column[name]) for column in columns.values()))
+    holds = all(all(column.values()) for column in columns.values())
+    console.print(table)
+    console.print("[bold green]all checks hold[/]" if holds else "[bold red]some checks do not hold[/]")
+    return holds
+
+
+def _sets(ids) -> list[list[int]]:
+    return [sorted(row[row >= 0].tolist()) for row in np.asarray(ids)]
+
+
+def _word(holds: bool) -> Text:
+    return Text("✓ equal" if holds else "✗ differ", style="green" if holds else "bold red")
+
+
 def _cell(check) -> Text:
     return Text(("✓ " if check.holds else "✗ ") + check.value, style="green" if check.holds else "bold red")
 
