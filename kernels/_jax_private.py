@@ -121,25 +121,34 @@ def set_max_registers(count: int) -> None:
 _load_bytes_p = Primitive("k2i_load_bytes")
 
 
-def load_bytes(ref, row: jax.Array, offset: jax.Array) -> jax.Array:
-    """``ref[row, offset]`` elementwise for a whole-array ref [rows, width]; both indices must be in range."""
-    return _load_bytes_p.bind(ref, *jnp.broadcast_arrays(row, offset))
+def load_bytes(ref, row: jax.Array, offset: jax.Array, fixed: jax.Array) -> jax.Array:
+    """``ref[row, offset + fixed]`` elementwise for a whole-array ref [rows, width]; indices must be in range.
+
+    ``fixed`` is what differs between the elements of one thread alone: it becomes part of the load instruction, where
+    each sum in 32 bits would be an address of its own.
+    """
+    return _load_bytes_p.bind(ref, *jnp.broadcast_arrays(row, offset, fixed))
 
 
 @_load_bytes_p.def_effectful_abstract_eval
-def _(ref, row, offset):
+def _(ref, row, offset, fixed):
     return ShapedArray(offset.shape, ref.dtype), {ReadEffect(0)}
 
 
 @register_discharge_rule(_load_bytes_p)
 def _(*args):  # (in_avals, out_avals, ...) up to jax 0.11, (context, ...) from 0.12
-    ref, row, offset = args[-3:]
-    return (None,) * 3, ref[row, offset]
+    ref, row, offset, fixed = args[-4:]
+    return (None,) * 4, ref[row, offset + fixed]
 
 
 @_triton_rule(_load_bytes_p)
-def _(ctx, pointer, row, offset):
-    return _load(_add(_row_start(ctx, pointer, row), offset))
+def _(ctx, pointer, row, offset, fixed):
+    return _load(_place(_row_start(ctx, pointer, row), offset, fixed))
+
+
+def _place(start, offset, fixed):
+    # in 64 bits, or Triton would add the two offsets first
+    return _add(_add(start, offset), _ir_cast(fixed, ir.IntegerType.get_signless(64), signed=True))
 
 
 def _row_start(ctx, pointer, row):
@@ -164,32 +173,32 @@ def _rows_before(ctx, kind):
 _load_words_p = Primitive("k2i_load_words")
 
 
-def load_words(ref, row: jax.Array, offset: jax.Array) -> jax.Array:
-    """i32 of the bytes ``ref[row, 4 * offset : 4 * offset + 4]``, the first one lowest; rows start 4-byte aligned.
+def load_words(ref, row: jax.Array, offset: jax.Array, fixed: jax.Array) -> jax.Array:
+    """i32 of the four bytes from ``ref[row, 4 * (offset + fixed)]``, the first one lowest; rows start 4-byte aligned.
 
     Bytes that are held across a loop would each take a register, and instructions to part and to join them.
     """
-    return _load_words_p.bind(ref, *jnp.broadcast_arrays(row, offset))
+    return _load_words_p.bind(ref, *jnp.broadcast_arrays(row, offset, fixed))
 
 
 @_load_words_p.def_effectful_abstract_eval
-def _(ref, row, offset):
+def _(ref, row, offset, fixed):
     return ShapedArray(offset.shape, jnp.int32), {ReadEffect(0)}
 
 
 @register_discharge_rule(_load_words_p)
 def _(*args):
-    ref, row, offset = args[-3:]
-    four = ref[row[..., None], 4 * offset[..., None] + jnp.arange(4)]
-    return (None,) * 3, jax.lax.bitcast_convert_type(four, jnp.int32)
+    ref, row, offset, fixed = args[-4:]
+    four = ref[row[..., None], 4 * (offset + fixed)[..., None] + jnp.arange(4)]
+    return (None,) * 4, jax.lax.bitcast_convert_type(four, jnp.int32)
 
 
 @_triton_rule(_load_words_p)
-def _(ctx, pointer, row, offset):
+def _(ctx, pointer, row, offset, fixed):
     start = _row_start(ctx, pointer, row)
     words = tt.PointerType.get(ir.IntegerType.get_signless(32), 1)
     kind = ir.RankedTensorType.get(ir.RankedTensorType(start.type).shape, words)
-    return _load(_add(tt.bitcast(kind, start), offset))
+    return _load(_place(tt.bitcast(kind, start), offset, fixed))
 
 
 _store_in_place_p = Primitive("k2i_store_in_place")

@@ -65,6 +65,7 @@ class DotScaled:
             payload=(register, _C1, group, _C0, *lanes, _R),
             scale=(*scale, register) if paired else (register, *scale),
             store=(group, register, *lanes),
+            own=(register, _C1),
         )
 
     def queries(self, q_ref, scale_ref, weight_ref, row):
@@ -146,6 +147,7 @@ class Decode:
             payload=(*rows, _C, _WORD),
             scale=(*rows, _C),
             store=(t(0, 64),),
+            own=(t(3),),
             opaque_scale=True,
         )
 

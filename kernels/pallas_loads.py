@@ -56,6 +56,7 @@ class KeyOrder:
       payload: dims of the payload load, outermost first.
       scale: dims of the scale load.
       store: dims of the logits' store; one dim of 64 for a plain row.
+      own: digits whose values one thread holds all.
       opaque_scale: keep the compiler from seeing which scales lie side by side: it would load them in another order.
     """
 
@@ -64,6 +65,7 @@ class KeyOrder:
     payload: tuple[Digit, ...]
     scale: tuple[Digit, ...]
     store: tuple[Digit, ...]
+    own: tuple[Digit, ...]
     opaque_scale: bool = False
 
     @property
@@ -141,14 +143,17 @@ class KeyOrder:
 
     def _load(self, ref, strides, digits, entry, opaque_zero=None, plus=None, load=load_bytes):
         entry = self.spread(entry, digits)
-        offset = linear(digits, strides if self.unit == 64 else {**strides, "t": (*strides["t"][:3], 0, 0, 0)})
+        b3, b4, b5 = strides["t"][3:]
+        if self.unit == 8:  # the entry says which 8 keys of the page
+            strides = {**strides, "t": (*strides["t"][:3], 0, 0, 0)}
+        offset = linear([d if d not in self.own else d._replace(axis="") for d in digits], strides)
+        fixed = linear([d if d in self.own else d._replace(axis="") for d in digits], strides)
         if opaque_zero is not None:
             offset = offset ^ opaque_zero
         if plus is not None:
             offset = offset + plus
         if self.unit == 64:
-            return load(ref, entry, offset)
-        b3, b4, b5 = strides["t"][3:]
+            return load(ref, entry, offset, fixed)
         sub = entry & 7
         base = sub * b3 if b5 == 4 * b3 else (sub & 1) * b3 + (sub >> 1) * b4
-        return load(ref, entry >> 3, base + offset)
+        return load(ref, entry >> 3, base + offset, fixed)
