@@ -67,7 +67,9 @@ def crosscheck(
     if (our_selection is None) != (their_selection is None):
         raise ValueError("their_selection: our_selection and their_selection come together")
     options = {"implementation": implementation, "interpret": interpret}
-    inputs = None if lacking else Inputs(queries, weights, plane, table, float(weight_scale), options)
+    inputs = None
+    if queries is not None and plane is not None and table is not None and not lacking:
+        inputs = Inputs(queries, weights, plane, table, float(weight_scale), options)
     ours = inputs.score() if ours is None and inputs else to_numpy(ours)
     theirs, ends = to_numpy(theirs), to_numpy(row_ends)
     if ours.ndim != 2 or theirs.ndim != 2 or ours.shape[0] != theirs.shape[0] or ends.shape != ours.shape[:1]:
@@ -217,6 +219,7 @@ def _ends_higher(inputs: Inputs, theirs, ends, tolerance, tails) -> bool:
     if isinstance(table, CandidateTable) or len({int(n) % 64 for n in ends[rows]}) < 2:
         return False
     some = inputs.take(rows)
+    assert isinstance(some.table, PageTable)
     some = some._replace(table=PageTable.from_rows(some.table.pages, np.asarray(ends[rows] + 2, np.int32)))
     ours, magnitude, there = some.score(), some.score(absolute=True), theirs[rows]
 
