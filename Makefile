@@ -2,13 +2,17 @@
 PYTHON ?= python3
 PYTEST_ARGS ?=
 
-.PHONY: demo test test-compile test-rocm-aot test-sglang lint typecheck wheel clean
+.PHONY: demo test test-long test-compile test-rocm-aot test-sglang lint typecheck wheel clean
 
 demo: .venv/ready
 	.venv/bin/k2i-jax demo
 
 test: .venv-test/ready
-	.venv-test/bin/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+	.venv-test/bin/python -m pytest -n 2 --dist worksteal -m "not long" $(PYTEST_ARGS)
+
+# The tests of minutes each, which `make test` leaves out.
+test-long: .venv-test/ready
+	.venv-test/bin/python -m pytest -n 2 --dist worksteal -m long $(PYTEST_ARGS)
 
 # What the Triton compiler makes of the kernels, with the version that the assertions were read off. Minutes.
 test-compile: .venv-test/ready
