@@ -65,9 +65,11 @@ def test_offsets_into_the_pool_are_64_bit(platform):
 
 
 @pytest.mark.parametrize("platform", GPUS)
-def test_the_grid_follows_from_shapes(platform):
-    found = kernel(platform, rows=6, sequences=5)
-    assert found["grid_x"] == 5
+@pytest.mark.parametrize(("rows", "groups"), [(1, 5), (6, 30 // 6 + 5)])
+def test_the_grid_follows_from_shapes(platform, rows, groups):
+    """Whatever query_start_loc holds: a program a group of rows, for as many groups as there can be."""
+    found = kernel(platform, rows=rows, sequences=5)
+    assert found["grid_x"] == groups
     assert found["grid_z"] == 1
 
 
