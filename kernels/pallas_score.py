@@ -135,7 +135,8 @@ def _score_rows(refs, table_ref, table_row, rows, *, body, buffers, part, splits
         if isinstance(body, Decode):
             lefts = tuple(left for _, left in queries)
             some = functools.reduce(jnp.maximum, lefts, jnp.max(outside))
-            # the same threads that stored a fast logit store the exact one: both stores are one row of columns
+            # other threads may store the exact logit than stored the fast one: the maximum over all warps is the
+            # barrier between the two
             lax.fori_loop(jnp.int32(0), jnp.where(some > 0, jnp.int32(len(rows)), 0), exact_row, lefts)
 
     _fill(out_ref, rows, live * unit, part, splits, 64 * order.groups)
