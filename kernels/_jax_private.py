@@ -10,6 +10,7 @@ Checked on:
 """
 
 import contextlib
+import math
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -155,7 +156,7 @@ def _row_start(ctx, pointer, row):
     """Pointer(s) to the start of the first operand's row(s), in 64 bits."""
     ref, wide = ctx.avals_in[0], ir.IntegerType.get_signless(64)
     row = _add(_ir_cast(row, wide, signed=True), _bcast_to(_rows_before(ctx, wide), ctx.avals_in[1].shape))
-    start = triton_lowering._mul(row, _full(row.type, ref.shape[1]))
+    start = triton_lowering._mul(row, _full(row.type, math.prod(ref.shape[1:])))
     return _add(_bcast_to(pointer, ctx.avals_in[1].shape), start)
 
 
@@ -163,7 +164,7 @@ def _rows_before(ctx, kind):
     """Rows of the whole array that come before the ref's block: under ``vmap`` the kernel sees one entry of a batch."""
     info, rows = ctx.block_infos[0], ctx.avals_in[0].shape[0]
     sizes, before = info.full_shape_dtype.shape, _full(kind, 0)
-    for i in range(len(sizes) - 2):
+    for i in range(len(sizes) - len(ctx.avals_in[0].shape)):
         index = info.start_indices[i]
         index = _full(kind, index) if isinstance(index, int) else _ir_cast(index, kind, signed=True)
         before = _add(triton_lowering._mul(before, _full(kind, sizes[i])), index)
@@ -176,6 +177,7 @@ _load_words_p = Primitive("k2i_load_words")
 def load_words(ref, row: jax.Array, offset: jax.Array, fixed: jax.Array) -> jax.Array:
     """i32 of the four bytes from ``ref[row, 4 * (offset + fixed)]``, the first one lowest; rows start 4-byte aligned.
 
+    A ref of more dims counts as one of rows: ``[rows, a, b]`` as ``[rows, a * b]``.
     Bytes that are held across a loop would each take a register, and instructions to part and to join them.
     """
     return _load_words_p.bind(ref, *jnp.broadcast_arrays(row, offset, fixed))
@@ -189,7 +191,7 @@ def _(ref, row, offset, fixed):
 @register_discharge_rule(_load_words_p)
 def _(*args):
     ref, row, offset, fixed = args[-4:]
-    four = ref[row[..., None], 4 * (offset + fixed)[..., None] + jnp.arange(4)]
+    four = ref.reshape(ref.shape[0], -1)[row[..., None], 4 * (offset + fixed)[..., None] + jnp.arange(4)]
     return (None,) * 4, jax.lax.bitcast_convert_type(four, jnp.int32)
 
 

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plt
 
+from k2i_jax.kernels._jax_private import load_words
 from k2i_jax.kernels.dot_scaled import (
     HEADS,
     dot_decoded,
     dot_scaled,
     e2m1,
     e8m0,
-    f16_code,
     iota,
     multiply,
     scale_by_powers,
@@ -121,6 +121,11 @@ def _to_operand(x):
     return x.reshape(2, 4, 2, 4, 4, 2, 2, 2, 2).transpose(1, 0, 2, 3, 7, 8, 5, 4, 6).reshape(64, 64)
 
 
+def _to_columns(x):
+    """f16[32 heads, group, word, byte 2, 2] -> [64, 32], K as above."""
+    return x.reshape(HEADS, 4, 2, 2, 2, 2).transpose(4, 5, 2, 1, 3, 0).reshape(64, HEADS)
+
+
 def _to_rows(x):
     """Load order (half, warp, 2, 4) -> [64], the operand's rows."""
     return x.transpose(1, 0, 2, 3).reshape(64)
@@ -151,32 +156,23 @@ class Decode:
             opaque_scale=True,
         )
 
-    def _codes(self, q_ref, row, first):
-        """f16[64, 32] twice: the values of low and high nibbles times 2^-14, rows in K's order."""
-        # row >> 31 is a zero that ties the addresses to the row: kept across a loop of rows, they would fill registers
-        k, head = iota((64, HEADS), 0) ^ (row >> 31), first + (iota((64, HEADS), 1) ^ (row >> 31))
-        word = ((k >> 3) & 1) * 2 + (k & 1)
-        byte = ((k >> 1) & 3) * 16 + word * 4 + (k >> 4)
-        code = _load_heads(q_ref, row, head, byte, self.heads).astype(jnp.int32)
-        return f16_code(code & 15), f16_code(code >> 4), (k >> 1) & 3, head
-
     def queries(self, q_ref, scale_ref, weight_ref, row):
         """Per 32 heads: f16[64, 32] low and high nibbles, f32[32] weights; and whether the fast form holds."""
         found, outside = [], 0
         for first in range(0, self.heads, HEADS):
-            head = first + (iota((HEADS,), 0) ^ (row >> 31))
-            scales = [self._scale(scale_ref, row, head, c) for c in range(4)]
-            largest = jnp.maximum(jnp.maximum(scales[0], scales[1]), jnp.maximum(scales[2], scales[3]))
-            for scale in scales:
-                outside = outside | _outside(scale, largest).astype(jnp.int32)
-            low, high, group, heads = self._codes(q_ref, row, first)
-            factor = _f16_power(self._scale(scale_ref, row, heads, group) - largest[None, :] + 14)
+            head = first + iota((HEADS,), 0)
+            here = head if self.heads % HEADS == 0 else jnp.minimum(head, self.heads - 1)  # absent ones weigh nothing
+            shape = (HEADS, 4, 4)  # head, group, word
+            word = here[:, None, None] * 16 + iota(shape, 1) * 4 + iota(shape, 2)
+            words = load_words(q_ref, row, word, jnp.int32(0))
+            scale = plt.load(scale_ref.at[row, here[:, None], iota((HEADS, 4), 1)]).astype(jnp.int32)
+            largest = jnp.max(scale, axis=1)
+            outside = jnp.maximum(outside, jnp.max(_outside(scale, largest[:, None]).astype(jnp.int32)))
+            factor = _f16_power(scale - largest[:, None] + 14)[..., None, None, None]
+            low, high = (_to_columns(unpack(words) * factor) for unpack in (unpack_low, unpack_high))
             weight = _load_heads(weight_ref, row, head, None, self.heads) * e8m0(largest)
-            found.append((low * factor, high * factor, weight))
-        return found, jnp.max(outside)
-
-    def _scale(self, scale_ref, row, head, group):
-        return _load_heads(scale_ref, row, head, group, self.heads, other=127).astype(jnp.int32)
+            found.append((low, high, weight))
+        return found, outside
 
     def prepare(self, keys):
         payload, scale = keys
