@@ -106,6 +106,11 @@ def build_uniform(x, platform: str):
         asm, constraints = "v_readfirstlane_b32 $0, $1", "=s,v"
     else:
         asm, constraints = "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r"
+    return build_asm(asm, constraints, x)
+
+
+def build_asm(asm: str, constraints: str, x):
+    """Inline assembly, element by element."""
     return tt.elementwise_inline_asm([x.type], asm, constraints=constraints, pure=True, packed_element=1, args=[x])
 
 
@@ -207,30 +212,30 @@ _store_in_place_p = Primitive("k2i_store_in_place")
 _store_in_place_p.multiple_results = True
 
 
-def store_in_place(ref, row: jax.Array, column: jax.Array, value: jax.Array) -> None:
-    """``ref[row, column] = value`` for a whole-array f32 ref, a scalar row and a vector of columns inside it.
+def store_in_place(ref, row: jax.Array, column: jax.Array, fixed: jax.Array, value: jax.Array) -> None:
+    """``ref[row, column + fixed] = value`` for a whole-array f32 ref, a scalar row and vectors of columns inside it.
 
     On NVIDIA GPUs each thread stores what it holds. An ordinary store first exchanges the values between threads,
-    through shared memory and two barriers, so that neighbours store side by side.
+    through shared memory and two barriers, so that neighbours store side by side. ``fixed`` is as for ``load_bytes``.
     """
-    _store_in_place_p.bind(ref, row, column, value)
+    _store_in_place_p.bind(ref, row, column, fixed, value)
 
 
 @_store_in_place_p.def_effectful_abstract_eval
-def _(ref, row, column, value):
+def _(ref, row, column, fixed, value):
     return [], {WriteEffect(0)}
 
 
 @register_discharge_rule(_store_in_place_p)
 def _(*args):
-    ref, row, column, value = args[-4:]
-    return (ref.at[row, column].set(value), None, None, None), []
+    ref, row, column, fixed, value = args[-5:]
+    return (ref.at[row, column + fixed].set(value), None, None, None, None), []
 
 
 @_triton_rule(_store_in_place_p)
-def _(ctx, pointer, row, column, value):
+def _(ctx, pointer, row, column, fixed, value):
     columns, wide = ctx.avals_in[2], ir.IntegerType.get_signless(64)
-    where = _add(_bcast_to(_row_start(ctx, pointer, row), columns.shape), column)
+    where = _place(_bcast_to(_row_start(ctx, pointer, row), columns.shape), column, fixed)
     if platform(ctx) != "cuda":
         _store(where, value)
         return []

@@ -16,7 +16,7 @@ from k2i_jax.kernels.dot_scaled import (
     dot_decoded,
     dot_scaled,
     e2m1,
-    e8m0,
+    float_bits,
     iota,
     multiply,
     scale_by_powers,
@@ -100,17 +100,23 @@ class DotScaled:
 # Limits of the decode body's fast form. Keys and rows outside get the exact form, each on its own account, so that
 # a logit's bits never depend on the company its key is in.
 _SPREAD = 20  # powers of two between a key's (or a head's) four scales: exact in f16, subnormals included
-_LEAST, _MOST = 67, 187  # largest scale of a key or head: 2^-60 to 2^60, far from f32's limits
+_LEAST, _MOST = 67, 187  # scales of a key or head: 2^-60 to 2^60, far from f32's limits
 
 
-def _outside(scale, largest):
-    return (scale < largest - _SPREAD) | (largest < _LEAST) | (largest > _MOST)
+def _excess(scale, largest):
+    """i32 over 0 for scales that put their key or head outside."""
+    return jnp.maximum(jnp.maximum(largest - _SPREAD, _LEAST) - scale, largest - _MOST)
 
 
 def _f16_power(exponent):
     """2^exponent in f16 for i32 exponents up to 15; zero below -14."""
     bits = jnp.maximum(exponent + 15, 0) << 10
     return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16)
+
+
+def _f32_power(scale):
+    """2^(scale - 127) for the scales of the fast form; anything for others."""
+    return float_bits(scale << 23)
 
 
 def _to_operand(x):
@@ -157,8 +163,8 @@ class Decode:
         )
 
     def queries(self, q_ref, scale_ref, weight_ref, row):
-        """Per 32 heads: f16[64, 32] low and high nibbles, f32[32] weights; and whether the fast form holds."""
-        found, outside = [], 0
+        """Per 32 heads: f16[64, 32] low and high nibbles, f32[32] weights; and i32 over 0 where the fast form fails."""
+        found, excess = [], jnp.int32(-1)
         for first in range(0, self.heads, HEADS):
             head = first + iota((HEADS,), 0)
             here = head if self.heads % HEADS == 0 else jnp.minimum(head, self.heads - 1)  # absent ones weigh nothing
@@ -167,21 +173,21 @@ class Decode:
             words = load_words(q_ref, row, word, jnp.int32(0))
             scale = plt.load(scale_ref.at[row, here[:, None], iota((HEADS, 4), 1)]).astype(jnp.int32)
             largest = jnp.max(scale, axis=1)
-            outside = jnp.maximum(outside, jnp.max(_outside(scale, largest[:, None]).astype(jnp.int32)))
+            excess = jnp.maximum(excess, jnp.max(_excess(scale, largest[:, None])))
             factor = _f16_power(scale - largest[:, None] + 14)[..., None, None, None]
             low, high = (_to_columns(unpack(words) * factor) for unpack in (unpack_low, unpack_high))
-            weight = _load_heads(weight_ref, row, head, None, self.heads) * e8m0(largest)
+            weight = _load_heads(weight_ref, row, head, None, self.heads) * _f32_power(largest)
             found.append((low, high, weight))
-        return found, outside
+        return found, excess
 
     def prepare(self, keys):
+        """Load order -> operand; and i32 over the scale's dims, over 0 where the fast form fails."""
         payload, scale = keys
-        scale = scale.astype(jnp.int32)
         largest = jnp.max(scale, axis=4)
         factor = _f16_power(scale - largest[..., None] + 14)[..., None, None, None]
         low = _to_operand(unpack_low(payload) * factor)
         high = _to_operand(unpack_high(payload) * factor)
-        return (low, high, _to_rows(e8m0(largest))), _outside(scale, largest[..., None])
+        return (low, high, _to_rows(_f32_power(largest))), _excess(scale, largest[..., None])
 
     def logits(self, keys, queries):
         low, high, largest = keys
@@ -215,6 +221,5 @@ class Decode:
         return _to_rows(lax.fori_loop(0, self.heads, add_head, jnp.zeros((2, 4, 2, 4), jnp.float32)))
 
     def keys_outside(self, scale):
-        """Which keys of a tile with these i32 scales need ``exact_logits``: i32[64], 0 or 1."""
-        outside = _outside(scale, jnp.max(scale, axis=4)[..., None]).astype(jnp.int32)
-        return _to_rows(jnp.max(outside, axis=4))
+        """Which keys of a tile with these i32 scales need ``exact_logits``: i32[64], over 0."""
+        return _to_rows(jnp.max(_excess(scale, jnp.max(scale, axis=4)[..., None]), axis=4))

@@ -112,13 +112,18 @@ class KeyOrder:
         return self.spread(index * self.unit, digits) + inside
 
     def flat_columns(self, step, live):
-        """For a flat store of one group: table index (of each column for unit 8, else a scalar) and column."""
-        column = step * 64 + iota((64,), 0)
+        """For a flat store of one group: table index (of each column for unit 8, else a scalar), column, fixed.
+
+        The columns are ``column + fixed``; ``fixed`` is the part of ``own`` digits.
+        """
+        inside = iota((64,), 0)
+        bits = sum((digit.size - 1) << digit.bit for digit in self.own)
+        offset, fixed = inside & ~bits, inside & bits
         if self.unit == 64:
             index = jnp.minimum(step, live - 1)
-            return index, index * 64 + iota((64,), 0)
-        index = jnp.minimum(column >> 3, live - 1)
-        return index, index * 8 + (column & 7)
+            return index, index * 64 + offset, fixed
+        index = jnp.minimum((step * 64 + inside) >> 3, live - 1)
+        return index, index * 8 + (offset & 7), fixed & 7
 
     def load_payload(self, ref, entry, byte=None):
         """Loads a step's payload over ``payload``: u8, or i32 if its last digit counts words.

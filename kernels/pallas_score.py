@@ -18,11 +18,14 @@ from k2i_jax.kernels.config import Config, check_config, default_config
 from k2i_jax.kernels.dot_scaled import iota, limit_registers, uniform
 from k2i_jax.kernels.pallas_bodies import Decode, DotScaled
 
-NEVER = 2**31 - 1  # a column no row reaches
-
 
 def _cdiv(a, b):
     return (a + b - 1) // b
+
+
+def _steps(count, part, splits):
+    """How many of the first ``count`` steps belong to program ``part``: every ``splits``-th."""
+    return _cdiv(jnp.maximum(count - part, 0), splits)
 
 
 def _score_rows(refs, table_ref, table_row, rows, *, body, buffers, part, splits):
@@ -40,8 +43,11 @@ def _score_rows(refs, table_ref, table_row, rows, *, body, buffers, part, splits
     if len(rows) > 1:
         ends = [uniform(end) for end in ends]  # registers are short with many rows
     last = functools.reduce(jnp.maximum, ends)
+    all_see = functools.reduce(jnp.minimum, ends)  # every row sees the columns below
     live = _cdiv(last, unit)  # table entries that some row sees; nothing is read for others
-    mine = _cdiv(jnp.maximum(_cdiv(live, entries_a_step) - part, 0), splits)  # steps
+    decode = isinstance(body, Decode)
+    mine = _steps(_cdiv(live, entries_a_step), part, splits)
+    whole = _steps(all_see // (64 * order.groups), part, splits) if decode else 0  # of them, without a tail
     opaque_zero = part >> 31
 
     # A step past the last repeats the last: loads ahead stay inside the live entries, a surplus step writes the
@@ -60,18 +66,18 @@ def _score_rows(refs, table_ref, table_row, rows, *, body, buffers, part, splits
 
     def load_keys(entry):
         entry = clamp(entry)
-        return order.load_payload(payload_ref, entry), order.load_scale(scale_ref, entry, opaque_zero)
-
-    def reach(column, entry):
-        """The column; NEVER where its page does not exist (a negative id is a large one)."""
-        return jnp.where(entry.astype(jnp.uint32) < limit, column, NEVER)
+        scale = order.load_scale(scale_ref, entry, opaque_zero)
+        return order.load_payload(payload_ref, entry), scale.astype(jnp.int32) if decode else scale
 
     def stored_columns(k, entry):
-        if not order.flat:
-            column = order.columns(index(k), order.store, opaque_zero)
-            return column, reach(column, order.spread(entry, order.store))
-        at, column = order.flat_columns(step_of(k), live)
-        return column, reach(column, entry if unit == 64 else plt.load(table_ref.at[table_row, at]))
+        """Column, the part of it that is to be added, and whether the column's page exists."""
+        if order.flat:
+            at, column, fixed = order.flat_columns(step_of(k), live)
+            entry = entry if unit == 64 else plt.load(table_ref.at[table_row, at])
+        else:
+            column, fixed = order.columns(index(k), order.store, opaque_zero), 0
+            entry = order.spread(entry, order.store)
+        return column, fixed, entry.astype(jnp.uint32) < limit  # a negative id is a large one
 
     def exact_row(j, lefts):
         row = jnp.minimum(rows[0] + j, rows[-1])
@@ -81,8 +87,9 @@ def _score_rows(refs, table_ref, table_row, rows, *, body, buffers, part, splits
         def exact_step(k, carry):
             entry = load_entries(k)
             scale = order.load_scale(scale_ref, clamp(entry), opaque_zero).astype(jnp.int32)
-            column, reached = stored_columns(k, entry)
-            left = ((body.keys_outside(scale) > 0) | (row_left > 0)) & (reached < end)
+            column, fixed, exists = stored_columns(k, entry)
+            column += fixed
+            left = ((body.keys_outside(scale) > 0) | (row_left > 0)) & exists & (column < end)
 
             @pl.when(jnp.max(left.astype(jnp.int32)) > 0)
             def _():
@@ -99,42 +106,49 @@ def _score_rows(refs, table_ref, table_row, rows, *, body, buffers, part, splits
     def _():
         queries: list = []
         for row in rows:
-            # one row's operands after the other's: side by side their loads would fill registers
-            after = queries[-1][1] >> 31 if queries and isinstance(body, Decode) else 0
+            # one row's operands after the other's: side by side their loads would fill registers. The zero is not
+            # known to the compiler: no excess is below -1024
+            after = (queries[-1][1] + 1024) >> 31 if queries and decode else 0
             queries.append(body.queries(q_ref, q_scale_ref, weight_ref, row + after))
 
-        def step(k, keys, entry, outside):
-            operand, outside_keys = body.prepare(keys)
-            column, reached = stored_columns(k, entry)
+        def step(k, keys, entry, excess, tail):
+            operand, key_excess = body.prepare(keys)
+            column, fixed, exists = stored_columns(k, entry)
             for row, end, query in zip(rows, ends, queries, strict=True):
-                value = jnp.where(reached < end, body.logits(operand, query), -jnp.inf)
-                if isinstance(body, Decode):
-                    store_in_place(out_ref, row, column, value)
+                seen = exists & (column + fixed < end) if tail else exists
+                value = jnp.where(seen, body.logits(operand, query), -jnp.inf)
+                if decode:
+                    store_in_place(out_ref, row, column, fixed, value)
                 else:
                     plt.store(out_ref.at[row, column], value)
-            if outside_keys is not None:
-                column = order.columns(index(k), order.scale, jnp.int32(0))
-                outside = outside | (outside_keys & (column < last)).astype(jnp.int32)
-            return outside
+            if decode:
+                if tail:  # what lies past the rows' ends may be anything
+                    key_excess = jnp.where(order.columns(index(k), order.scale, jnp.int32(0)) < last, key_excess, 0)
+                excess = jnp.maximum(excess, jnp.max(key_excess, axis=0))
+            return excess
 
-        def trip(i, carry):
-            held, ahead, outside = list(carry[0]), list(carry[1]), carry[2]
+        def trip(tail, i, carry):
+            held, ahead, excess = list(carry[0]), list(carry[1]), carry[2]
             for b in range(buffers):
                 k = i * buffers + b
                 keys, entry = held[b]
                 held[b] = (load_keys(ahead[b]), ahead[b])
                 ahead[b] = load_entries(k + 2 * buffers)
-                outside = step(k, keys, entry, outside)
-            return tuple(held), tuple(ahead), outside
+                excess = step(k, keys, entry, excess, tail)
+            return tuple(held), tuple(ahead), excess
 
         first = [load_entries(jnp.int32(b)) for b in range(buffers)]
         held = tuple((load_keys(entry), entry) for entry in first)
         ahead = tuple(load_entries(jnp.int32(buffers + b)) for b in range(buffers))
-        outside = jnp.zeros([d.size for d in order.scale], jnp.int32) if isinstance(body, Decode) else jnp.int32(0)
-        *_, outside = lax.fori_loop(0, _cdiv(mine, buffers), trip, (held, ahead, outside))
-        if isinstance(body, Decode):
+        excess = jnp.zeros([d.size for d in order.scale[1:]], jnp.int32) if decode else jnp.int32(0)
+        carry, start = (held, ahead, excess), jnp.int32(0)
+        if decode:  # most steps need no mask
+            start = whole // buffers
+            carry = lax.fori_loop(jnp.int32(0), start, functools.partial(trip, False), carry)
+        *_, excess = lax.fori_loop(start, _cdiv(mine, buffers), functools.partial(trip, True), carry)
+        if decode:
             lefts = tuple(left for _, left in queries)
-            some = functools.reduce(jnp.maximum, lefts, jnp.max(outside))
+            some = functools.reduce(jnp.maximum, lefts, jnp.max(excess))
             # other threads may store the exact logit than stored the fast one: the maximum over all warps is the
             # barrier between the two
             lax.fori_loop(jnp.int32(0), jnp.where(some > 0, jnp.int32(len(rows)), 0), exact_row, lefts)
@@ -145,8 +159,7 @@ def _score_rows(refs, table_ref, table_row, rows, *, body, buffers, part, splits
 def _fill(out_ref, rows, first_column, part, splits, block):
     """Writes -inf to the columns from ``first_column`` on that belong to this program."""
     width = out_ref.shape[1]
-    start = _cdiv(jnp.maximum(first_column // block - part, 0), splits)
-    stop = _cdiv(jnp.maximum(_cdiv(width, block) - part, 0), splits)
+    start, stop = _steps(first_column // block, part, splits), _steps(_cdiv(width, block), part, splits)
 
     def step(k, _):
         column = (part + k * splits) * block + iota((block,), 0)
