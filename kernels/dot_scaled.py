@@ -129,7 +129,8 @@ def unpack_low(words):
       words: i32[..., W], four bytes each, W even.
 
     Returns:
-      f16[..., W, 2, 2]: the last two dims count a word's bytes.
+      f16[..., W, 2, 2]: byte ``2 h + e`` of word ``2 p + j`` at ``[..., 2 p + e, j, h]``. On NVIDIA GPUs a register
+      then holds two bytes of one word; it takes for granted that a thread holds words 2p and 2p + 1 side by side.
     """
     return _unpack_low_p.bind(words)
 
@@ -152,30 +153,28 @@ _join_p = private.new_primitive(
     lambda ctx, x, y: private.build_join(x, y),
 )
 
-# Two words a time, so that a register of the result holds the same byte of both: K's neighbours in the operand.
-# p has bytes 0 and 1 of each word in its halves, q bytes 2 and 3. A code goes to bits 9..11 and 15 of its half.
-_PTX = "{{ .reg .b32 a, b, p, q; prmt.b32 p, $4, $5, 0x5410; prmt.b32 q, $4, $5, 0x7632; {0} {1} {2} {3} }}"
-_HALF = "{shift}.b32 a, {x}, {n}; and.b32 a, a, 0x0E000E00; {sign} lop3.b32 ${out}, b, 0x80008000, a, 0xEA;"
+# A code goes to bits 1..3 and 7 of its byte, four at a time: the upper half of its f16. Then to two registers a word.
+_PTX_WORD = """{code} lop3.b32 t, {sign}, 0x80808080, a, 0xEA;
+prmt.b32 ${low}, t, 0, 0x1404; prmt.b32 ${high}, t, 0, 0x3424;"""
+_PTX_LOW = "shl.b32 a, {word}, 1; and.b32 a, a, 0x0E0E0E0E; shl.b32 b, {word}, 4;"
+_PTX_HIGH = "shr.b32 a, {word}, 3; and.b32 a, a, 0x0E0E0E0E;"
 
 
-def _ptx(*forms: dict) -> str:
-    """The four bytes' codes to ``$0`` to ``$3``, bytes 0 and 2 by the first form, 1 and 3 by the second."""
-    halves = [_HALF.format(out=i, x="pq"[i // 2], **forms[i % 2]) for i in range(4)]
-    return _PTX.format(*(half.replace("SRC", "pq"[i // 2]) for i, half in enumerate(halves)))
-
-
-_PTX_LOW = _ptx(
-    {"shift": "shl", "n": 9, "sign": "shl.b32 b, SRC, 12;"}, {"shift": "shl", "n": 1, "sign": "shl.b32 b, SRC, 4;"}
-)
-_PTX_HIGH = _ptx(
-    {"shift": "shl", "n": 5, "sign": "shl.b32 b, SRC, 8;"}, {"shift": "shr", "n": 3, "sign": "mov.b32 b, SRC;"}
-)
+def _ptx(code: str, sign: str) -> str:
+    """Two words' codes, ``$4`` and ``$5``, to ``$0`` to ``$3``."""
+    words = [
+        _PTX_WORD.format(code=code.format(word=word), sign=sign.format(word=word), low=2 * j, high=2 * j + 1)
+        for j, word in enumerate(("$4", "$5"))
+    ]
+    return "{ .reg .b32 a, b, t; " + " ".join(words) + " }"
 
 
 def _new_unpack(name: str, shift: int, ptx: str):
     def decode(words):
-        codes = [f16_code((words >> (8 * byte + shift)) & 15) for byte in range(4)]
-        return _join_p.bind(_join_p.bind(codes[0], codes[2]), _join_p.bind(codes[1], codes[3]))
+        pairs = words.reshape(*words.shape[:-1], -1, 2)
+        codes = [f16_code((pairs >> (8 * byte + shift)) & 15) for byte in range(4)]
+        halves = _join_p.bind(_join_p.bind(codes[0], codes[1]), _join_p.bind(codes[2], codes[3]))  # [.., p, j, e, h]
+        return halves.swapaxes(-3, -2).reshape(*words.shape, 2, 2)
 
     def triton(ctx, words):
         if private.platform(ctx) != "cuda":
@@ -186,8 +185,8 @@ def _new_unpack(name: str, shift: int, ptx: str):
     return private.new_primitive(name, lambda x: ((*x.shape, 2, 2), jnp.float16), decode, triton)
 
 
-_unpack_low_p = _new_unpack("k2i_unpack_low", 0, _PTX_LOW)
-_unpack_high_p = _new_unpack("k2i_unpack_high", 4, _PTX_HIGH)
+_unpack_low_p = _new_unpack("k2i_unpack_low", 0, _ptx(_PTX_LOW, "b"))
+_unpack_high_p = _new_unpack("k2i_unpack_high", 4, _ptx(_PTX_HIGH, "{word}"))
 
 # --- a scalar that every lane shares ---------------------------------------------------------------------------------
 

@@ -120,15 +120,15 @@ def _f32_power(scale):
 
 
 def _to_operand(x):
-    """f16 in load order (half, warp, 2, 4, group, word, byte 2, 2) -> [64, 64]: no data moves.
+    """f16 in load order (half, warp, 2, 4, group, and ``unpack_low``'s 4, 2, 2) -> [64, 64]: no data moves.
 
-    K counts (byte 4, high half of the word's number 2, group 4, its low half 2).
+    K counts (the last two 4, the high half of the one before 2, group 4, its low half 2).
     """
     return x.reshape(2, 4, 2, 4, 4, 2, 2, 2, 2).transpose(1, 0, 2, 3, 7, 8, 5, 4, 6).reshape(64, 64)
 
 
 def _to_columns(x):
-    """f16[32 heads, group, word, byte 2, 2] -> [64, 32], K as above."""
+    """f16[32 heads, group, 4, 2, 2] -> [64, 32], K as above."""
     return x.reshape(HEADS, 4, 2, 2, 2, 2).transpose(4, 5, 2, 1, 3, 0).reshape(64, HEADS)
 
 

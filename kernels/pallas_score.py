@@ -104,6 +104,10 @@ def _score_rows(refs, table_ref, table_row, rows, *, body, buffers, part, splits
 
     @pl.when(mine > 0)
     def _():
+        # keys first: they are on their way while the queries are prepared
+        first = [load_entries(jnp.int32(b)) for b in range(buffers)]
+        held = tuple((load_keys(entry), entry) for entry in first)
+        ahead = tuple(load_entries(jnp.int32(buffers + b)) for b in range(buffers))
         queries: list = []
         for row in rows:
             # one row's operands after the other's: side by side their loads would fill registers. The zero is not
@@ -137,9 +141,6 @@ def _score_rows(refs, table_ref, table_row, rows, *, body, buffers, part, splits
                 excess = step(k, keys, entry, excess, tail)
             return tuple(held), tuple(ahead), excess
 
-        first = [load_entries(jnp.int32(b)) for b in range(buffers)]
-        held = tuple((load_keys(entry), entry) for entry in first)
-        ahead = tuple(load_entries(jnp.int32(buffers + b)) for b in range(buffers))
         excess = jnp.zeros([d.size for d in order.scale[1:]], jnp.int32) if decode else jnp.int32(0)
         carry, start = (held, ahead, excess), jnp.int32(0)
         if decode:  # most steps need no mask
