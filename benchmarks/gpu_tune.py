@@ -25,7 +25,7 @@ CHOICES = {  # rows a sequence: (rows a program, registers)
 
 
 def variants(sequences: int, keys: int, rows_each: int) -> dict[str, Config]:
-    """The default with one field or two changed."""
+    """The default, and what ``CHOICES`` names."""
     rows = sequences * rows_each
     found = {"default": default_config("cuda", rows=rows, sequences=sequences, heads=32, width=keys, layout=LAYOUT,
                                        max_query_len=rows_each)}  # fmt: skip

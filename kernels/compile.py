@@ -41,6 +41,7 @@ class KernelReport:
         for all 64 keys, is left out.
       instructions: instructions by class, a step.
       asm: the assembly.
+      ir: Triton's GPU IR, which says what each thread holds.
     """
 
     target: str
@@ -58,6 +59,7 @@ class KernelReport:
     bytes_per_key: float
     instructions: dict[str, float]
     asm: str = dataclasses.field(repr=False)
+    ir: str = dataclasses.field(repr=False)
 
     @property
     def name(self) -> str:
@@ -158,7 +160,7 @@ def compile_kernel(
         vgprs=vgprs, spills=spills, lds_bytes=compiled.metadata.shared,
         matrix={k: v / steps for k, v in loop.matrix.items()}, loads={k: v / steps for k, v in loop.loads.items()},
         bytes_per_key=_bytes_per_key(loop, table, lanes / (steps * keys)),
-        instructions={k: v / steps for k, v in loop.classes.items()}, asm=asm,
+        instructions={k: v / steps for k, v in loop.classes.items()}, asm=asm, ir=compiled.asm["ttgir"],
     )  # fmt: skip
 
 

@@ -84,7 +84,7 @@ def check_config(config: Config, *, heads: int, device: str) -> None:
 
 _CORES = {"gfx942": 304, "gfx950": 256, "cuda": 132}  # compute units, or multiprocessors of an H200
 _LEAST_STEPS = {"gfx942": 8, "gfx950": 8, "cuda": 4}  # a program
-_REGISTERS = {1: 128, 3: 168, MAX_ROWS: 248}  # of a thread on NVIDIA GPUs, by rows a program: what fits without spills
+_REGISTERS = {1: 96, 2: 128, 3: 168, MAX_ROWS: 248}  # of a thread on NVIDIA GPUs, by rows a program: no spills
 
 
 def default_config(

@@ -104,22 +104,28 @@ def _score_rows(refs, table_ref, table_row, rows, *, body, buffers, part, splits
 
     @pl.when(mine > 0)
     def _():
-        # keys first: they are on their way while the queries are prepared
-        first = [load_entries(jnp.int32(b)) for b in range(buffers)]
-        held = tuple((load_keys(entry), entry) for entry in first)
-        ahead = tuple(load_entries(jnp.int32(buffers + b)) for b in range(buffers))
+        def load_first():
+            first = [load_entries(jnp.int32(b)) for b in range(buffers)]
+            held = tuple((load_keys(entry), entry) for entry in first)
+            return held, tuple(load_entries(jnp.int32(buffers + b)) for b in range(buffers))
+
         queries: list = []
+        # Keys are on their way while the queries are prepared; but not with gfx950's body, whose loop would then wait
+        # for more than its own loads.
+        held, ahead = load_first() if decode else ((), ())
         for row in rows:
             # one row's operands after the other's: side by side their loads would fill registers. The zero is not
             # known to the compiler: no excess is below -1024
             after = (queries[-1][1] + 1024) >> 31 if queries and decode else 0
             queries.append(body.queries(q_ref, q_scale_ref, weight_ref, row + after))
+        held, ahead = (held, ahead) if decode else load_first()
 
         def step(k, keys, entry, excess, tail):
             operand, key_excess = body.prepare(keys)
             column, fixed, exists = stored_columns(k, entry)
+            reached = jnp.where(exists, column + fixed, width)  # no end is beyond the width
             for row, end, query in zip(rows, ends, queries, strict=True):
-                seen = exists & (column + fixed < end) if tail else exists
+                seen = reached < end if tail else exists
                 value = jnp.where(seen, body.logits(operand, query), -jnp.inf)
                 if decode:
                     store_in_place(out_ref, row, column, fixed, value)

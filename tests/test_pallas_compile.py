@@ -1,6 +1,7 @@
 """Code objects of the kernels, compiled by the triton wheel on this host. Nothing here runs on a GPU."""
 
 import functools
+import re
 
 import pytest
 
@@ -12,7 +13,7 @@ pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::UserWarning"
 PINNED = pytest.mark.skipif(
     not triton.__version__.startswith("3.9."), reason=f"asserted on triton 3.9; here is {triton.__version__}"
 )
-BUDGET = {1: 140, 3: 330, 6: 610}  # instructions of a wave's 64-key step
+BUDGET = {1: 140, 3: 330, 6: 570}  # instructions of a wave's 64-key step
 compiled = functools.cache(compile_kernel)
 
 
@@ -45,11 +46,25 @@ def test_other_targets(target, layout):
 def test_sm_90_keeps_its_registers():
     """The register limit reaches the compiler, keys stay words, and no logit goes through shared memory."""
     found = compiled("sm_90", "page8", "full", 1)
-    assert found.vgprs <= found.config.registers == 128
+    assert found.vgprs <= found.config.registers == 96  # five programs a multiprocessor
     assert list(found.matrix) == ["HGMMA.64x32x16.F32"]
-    assert found.instructions["barrier"] == 1  # an exchange of logits would take two more
-    assert found.total <= 360, found.instructions
-    assert compiled("sm_90", "page8", "full", 6).instructions["barrier"] == 1
+    assert found.total <= 295, found.instructions
+    for table, rows in (("full", 1), ("full", 6), ("candidates", 1)):
+        assert "barrier" not in compiled("sm_90", "page8", table, rows).instructions  # an exchange would take two
+
+
+@pytest.mark.parametrize("table", ["full", "candidates"])
+@pytest.mark.parametrize("layout", ["page64", "page8"])
+def test_words_unpacked_together_lie_side_by_side_in_a_thread(layout, table):
+    """The inline assembly takes words 2p and 2p + 1 at a time from what the compiler gives a thread."""
+    ir = compiled("sm_90", layout, table, 1).ir
+    layouts = dict(re.findall(r"^(#blocked\d*) = #ttg.blocked<(.*)>$", ir, re.MULTILINE))
+    taken = re.findall(r"packed_element = 2 : i32.*? : tensor<\w+, (#\w+)> ->", ir)
+    assert len(taken) >= 4  # low and high nibbles of queries and of keys
+    for name in taken:
+        each = [int(n) for n in re.search(r"sizePerThread = \[(.*?)\]", layouts[name])[1].split(", ")]
+        order = [int(n) for n in re.search(r"order = \[(.*?)\]", layouts[name])[1].split(", ")]
+        assert (each[-1], order[0]) == (4, len(each) - 1), layouts[name]
 
 
 def test_unknown_target():
