@@ -1,4 +1,4 @@
-"""Kernel times of the Pallas score over configurations: rows a program, splits, register limits. NVIDIA only.
+"""Kernel times of the Pallas score over configurations: rows a program, splits, register limits, buffers. NVIDIA only.
 
     python benchmarks/gpu_tune.py [--rounds 9]
 
@@ -18,9 +18,9 @@ from k2i_jax.kernels.config import Config, default_config
 
 LAYOUT = "page64"
 MULTIPROCESSORS = 132
-CHOICES = {  # rows a sequence: (rows a program, registers)
-    1: [(1, 80), (1, 96), (1, 128)],
-    6: [(2, 96), (2, 128), (3, 128), (3, 168), (6, 168), (6, 248)],
+CHOICES = {  # rows a sequence: (rows a program, registers, buffers)
+    1: [(1, 80, 1), (1, 96, 1), (1, 96, 2), (1, 128, 1), (1, 128, 2)],
+    6: [(2, 96, 1), (2, 128, 1), (3, 128, 1), (3, 168, 1), (6, 168, 1), (6, 248, 1)],
 }
 
 
@@ -29,13 +29,13 @@ def variants(sequences: int, keys: int, rows_each: int) -> dict[str, Config]:
     rows = sequences * rows_each
     found = {"default": default_config("cuda", rows=rows, sequences=sequences, heads=32, width=keys, layout=LAYOUT,
                                        max_query_len=rows_each)}  # fmt: skip
-    for shared, registers in CHOICES[rows_each]:
+    for shared, registers, buffers in CHOICES[rows_each]:
         resident = MULTIPROCESSORS * (65536 // (128 * registers))  # programs that run at a time
         for waves in (1, 2, 3):
             splits = resident * waves // (sequences * -(-rows_each // shared))
             if splits * 4 <= keys // 64:
-                name = f"rows {shared}, registers {registers}, {waves} waves, splits {splits}"
-                found[name] = Config("decode", 64, shared, 4, 1, 1, splits, registers)
+                name = f"rows {shared}, registers {registers}, buffers {buffers}, {waves} waves, splits {splits}"
+                found[name] = Config("decode", 64, shared, 4, 1, buffers, splits, registers)
     return found
 
 

@@ -247,6 +247,37 @@ def _(ctx, pointer, row, column, fixed, value):
     return []
 
 
+_prefetch_p = Primitive("k2i_prefetch")
+
+
+def prefetch(ref, row: jax.Array, column: jax.Array) -> jax.Array:
+    """Asks for the cache line of ``ref[row, column]`` of a whole-array ref, on NVIDIA GPUs; scalars, in range.
+
+    Makes short work of a load whose address is only guessed so far. Returns a zero; unless used, nothing is asked for.
+    """
+    return _prefetch_p.bind(ref, row, column)
+
+
+@_prefetch_p.def_effectful_abstract_eval
+def _(ref, row, column):
+    return ShapedArray((), jnp.int32), {ReadEffect(0)}
+
+
+@register_discharge_rule(_prefetch_p)
+def _(*args):
+    return (None,) * 3, jnp.int32(0)
+
+
+@_triton_rule(_prefetch_p)
+def _(ctx, pointer, row, column):
+    if platform(ctx) != "cuda":
+        return _full(ir.IntegerType.get_signless(32), 0)
+    column = triton_lowering._ensure_ir_value(column, ctx.avals_in[2])
+    where = tt.ptr_to_int(ir.IntegerType.get_signless(64), _add(_row_start(ctx, pointer, row), column))
+    asm = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
+    return tt.elementwise_inline_asm([column.type], asm, constraints="=r,l", pure=False, packed_element=1, args=[where])
+
+
 def build_unpack(asm: str, constraints: str, words) -> list:
     """Four f16 tensors of an i32 tensor's shape, by inline PTX on two elements at a time."""
     kind = ir.RankedTensorType.get(ir.RankedTensorType(words.type).shape, ir.F16Type.get())

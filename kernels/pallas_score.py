@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jax.sharding import get_abstract_mesh
 
-from k2i_jax.kernels._jax_private import store_in_place
+from k2i_jax.kernels._jax_private import prefetch, store_in_place
 from k2i_jax.kernels.config import Config, check_config, default_config
 from k2i_jax.kernels.dot_scaled import iota, limit_registers, uniform
 from k2i_jax.kernels.pallas_bodies import Decode, DotScaled
@@ -142,9 +142,13 @@ def _score_rows(refs, table_ref, table_row, rows, *, body, buffers, part, splits
             for b in range(buffers):
                 k = i * buffers + b
                 keys, entry = held[b]
-                held[b] = (load_keys(ahead[b]), ahead[b])
-                ahead[b] = load_entries(k + 2 * buffers)
+                following, ahead[b] = ahead[b], load_entries(k + 2 * buffers)
+                # two tiles ahead there is time, and a tile goes to the registers of the one that was just used
+                if buffers == 1:
+                    held[b] = (load_keys(following), following)
                 excess = step(k, keys, entry, excess, tail)
+                if buffers == 2:
+                    held[b] = (load_keys(following), following)
             return tuple(held), tuple(ahead), excess
 
         excess = jnp.zeros([d.size for d in order.scale[1:]], jnp.int32) if decode else jnp.int32(0)
@@ -191,6 +195,10 @@ def _index_kernel(
 ):
     group, part = limit_registers(pl.program_id(0), registers), pl.program_id(1)
     num_rows = refs[0].shape[0]
+    guess, row = _likely(starts_ref, group, rows, longest)
+    # the row's end and page ids would else be waited for one after the other
+    group += prefetch(refs[0], jnp.minimum(row, num_rows - 1), jnp.int32(0))
+    part += prefetch(pages_ref, guess, jnp.minimum(part * body.order.groups, pages_ref.shape[1] - 1))
     sequence, first, end = _find_group(starts_ref, group, rows, num_rows, longest)
 
     @pl.when(sequence >= 0)
@@ -215,6 +223,13 @@ def _groups(rows: int, sequences: int, shared: int) -> int:
     return rows if shared == 1 else rows // shared + sequences
 
 
+def _likely(starts_ref, group, rows, longest):
+    """Sequence and first row of a group, if all sequences have ``longest`` rows."""
+    stride = int(rows > 1)
+    guess = jnp.minimum(lax.div(group * rows, jnp.int32(longest + rows * stride)), starts_ref.shape[0] - 2)
+    return guess, jnp.maximum(group - guess * stride, 0) * rows
+
+
 def _find_group(starts_ref, group, rows, num_rows, longest):
     """(sequence, first row, end of the sequence's rows) of a group of rows; sequence -1 where there is none.
 
@@ -231,7 +246,7 @@ def _find_group(starts_ref, group, rows, num_rows, longest):
     def start_of(sequence):
         return jnp.clip(plt.load(starts_ref.at[sequence]), 0, num_rows)
 
-    guess = jnp.minimum(lax.div(group * rows, jnp.int32(longest + rows * stride)), sequences - 1)
+    guess, _ = _likely(starts_ref, group, rows, longest)
     alone = (guess + 1 >= sequences) | (number(start_of(guess + 1), guess + 1) > group)
     found = alone & (number(start_of(guess), guess) <= group)
     block = min(pl.next_power_of_2(sequences), 1024)
@@ -261,6 +276,7 @@ def _candidate_kernel(
     registers,
 ):
     row, part = limit_registers(pl.program_id(0), registers), pl.program_id(1)
+    part += prefetch(table_ref, row, jnp.minimum(part * body.order.groups * 8, table_ref.shape[1] - 1))
     _score_rows(refs, table_ref, row, [row], body=body, buffers=buffers, part=part, splits=splits)
 
 

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::UserWarning"
 PINNED = pytest.mark.skipif(
     not triton.__version__.startswith("3.9."), reason=f"asserted on triton 3.9; here is {triton.__version__}"
 )
-BUDGET = {1: 140, 3: 330, 6: 570}  # instructions of a wave's 64-key step
+BUDGET = {1: 140, 3: 300, 6: 570}  # instructions of a wave's 64-key step
 compiled = functools.cache(compile_kernel)
 
 
@@ -49,6 +49,7 @@ def test_sm_90_keeps_its_registers():
     assert found.vgprs <= found.config.registers == 96  # five programs a multiprocessor
     assert list(found.matrix) == ["HGMMA.64x32x16.F32"]
     assert found.total <= 295, found.instructions
+    assert found.asm.count("CCTL.E.PF2") == 2  # the row's end and first page id are asked for at once
     for table, rows in (("full", 1), ("full", 6), ("candidates", 1)):
         assert "barrier" not in compiled("sm_90", "page8", table, rows).instructions  # an exchange would take two
 
