@@ -2,11 +2,13 @@
 
     python benchmarks/gpu_step.py [check] [replay] [memory] [time] [step]      (no word: all, in this order)
 
-``check``  three-layer steps against NumPy, both layouts and mixed ones, compiled Pallas kernels and plain JAX.
+``check``  three-layer steps against NumPy, both layouts and mixed ones, compiled Pallas kernels and plain JAX; the
+           selection kernel against plain JAX.
 ``replay`` 200 calls A, B, A, ... equal to the eager parts, in three new processes each with command buffers as they
            are and switched off (``--xla_gpu_enable_command_buffer=``); all digests equal.
 ``memory`` measured peak of ``source`` at 4096 rows x 1M positions, in a new process; and the compiler's own account.
-``time``   one FULL or SOURCE layer and four REINDEX layers over 128K positions; REINDEX over 64K, 256K and 1M.
+``time``   one FULL or SOURCE layer and four REINDEX layers over 128K positions; REINDEX over 64K, 256K and 1M; with
+           either implementation of the selection.
 ``step``   V4.1-Flash's eight index layers, decode and verify.
 
 Times are of a ``lax.scan`` over eight calls on distinct queries inside one jitted function, divided by eight: median of
@@ -89,20 +91,42 @@ def check_chain():
     claim(error.max() < 3e-7, f"rotations up to position 2^20: {error.max():.1e} from float64's cosine of the angle")
 
 
+def check_selection():
+    """The selection kernel against plain JAX: ties, NaN, infinities, rows of all lengths, 20 times."""
+    for rows, width in ((1, 64), (5, 4096), (48, 16384), (8, 131072), (2, 1048576)):
+        rng = np.random.default_rng(width)
+        logits = rng.standard_normal((rows, width)).astype(np.float32)
+        logits[0] = rng.integers(0, 50, width)
+        logits[-1, ::7] = np.nan
+        logits[-1, 1::5] = -np.inf
+        ends = jnp.asarray(rng.integers(0, width + 1, rows).astype(np.int32)).at[0].set(width)
+        pages = jnp.asarray(rng.permutation(rows * width // 64).reshape(rows, -1).astype(np.int32))
+        table, logits = k2i.PageTable.from_rows(pages, ends), jnp.asarray(logits)
+        choose = lambda name, logits=logits, table=table: (
+            k2i.select_topk(logits, table, implementation=name),
+            k2i.select_candidate_blocks(logits, table.row_ends, implementation=name),
+        )
+        expected = jax.tree.leaves(choose("xla"))
+        equal = lambda found, expected=expected: all(map(np.array_equal, jax.tree.leaves(found), expected))
+        same = all(equal(choose("pallas")) for _ in range(20))
+        claim(same, f"selection of {rows} x {width}: pallas equals xla, 20 times")
+
+
 def check():
     print("check: the write path, then steps against NumPy")
     check_chain()
     mixed = {1: "page8", 2: "page64"}
-    for implementation in ("pallas", "xla"):
-        k = k2i.build_k2i(steps.FEW, implementation=implementation)
+    check_selection()
+    for implementation, selection in (("pallas", "pallas"), ("pallas", "xla"), ("xla", "xla")):
+        k = k2i.build_k2i(steps.FEW, implementation=implementation, selection=selection)
         for layouts in ("page64", "page8", mixed):
             for seed, (tokens, rows) in enumerate((([300, 65, 6], [6, 1, 6]), ([128, 7, 311], [1, 7, 5]))):
                 case = steps.random_problem(seed, steps.FEW, tokens, rows, total_rows=15, layouts=layouts, raw=False)
                 try:
                     steps.check_against_numpy(steps.FEW, case, k.step(*case.args))
-                    claim(True, f"{implementation}, planes {layouts}, rows {rows}")
+                    claim(True, f"{implementation}, selection {selection}, planes {layouts}, rows {rows}")
                 except AssertionError as error:
-                    claim(False, f"{implementation}, planes {layouts}, rows {rows}: {str(error)[:300]}")
+                    claim(False, f"{implementation}, selection {selection}, {layouts}, rows {rows}: {str(error)[:300]}")
 
 
 def replay_child():
@@ -218,8 +242,13 @@ def four(reindex):
 
 
 def timing():
-    k = k2i.build_k2i(FLASH)
-    print("time: 128K positions, one FULL layer and four REINDEX layers, us")
+    for selection in ("pallas", "xla"):
+        time_layers(selection)
+
+
+def time_layers(selection: str):
+    k = k2i.build_k2i(FLASH, selection=selection)
+    print(f"time, selection={selection!r}: 128K positions, one FULL layer and four REINDEX layers, us")
     for sequences, rows_each in ((1, 1), (8, 1), (64, 1), (8, 6)):
         for layout in ("page64", "page8"):
             queries, weights, plane, table = problem(sequences, 131072, rows_each=rows_each, layout=layout)
@@ -240,7 +269,7 @@ def timing():
                 f"(SOURCE {both:.1f}, its own selection alone {source:.1f}; one REINDEX {one:.1f}; the score alone: "
                 f"FULL {scores:.1f}, REINDEX {some:.1f})",
             )
-    print("time: REINDEX of 16 rows, us")
+    print(f"time, selection={selection!r}: REINDEX of 16 rows, us")
     for layout in ("page64", "page8"):
         found = {}
         for context in (65536, 262144, 1048576):

@@ -1,10 +1,12 @@
-"""The implementations of the score, by name, and where each can run."""
+"""The implementations, by name, and where each can run."""
 
 import dataclasses
 import importlib
 from types import ModuleType
 
 from jax.extend import backend
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,3 +46,31 @@ IMPLEMENTATIONS = {
     "xla": Implementation("k2i_jax.kernels.xla"),
     "pallas": Implementation("k2i_jax.kernels.pallas_score", platforms=("cuda", "rocm"), interprets=True),
 }
+
+
+def check_name(implementation: str | None, interpret: bool = False, *, argument: str = "implementation") -> str | None:
+    """The implementation asked for, None where the platform decides; raises ValueError if there is no such thing."""
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"{argument}: expected None or one of {sorted(IMPLEMENTATIONS)}, got {implementation!r}")
+    if interpret and implementation not in (None, "pallas"):
+        raise ValueError(f"interpret: runs the Pallas kernels; {argument}={implementation!r} has no interpret mode")
+    return "pallas" if interpret else implementation
+
+
+_refuse_p = Primitive("k2i_refuse_platform")
+_refuse_p.def_abstract_eval(lambda like, **_: like)
+
+
+def refuse_platform(like):
+    """The branch of platforms that the Pallas kernels do not lower for: tracing passes it, lowering raises."""
+    return _refuse_p.bind(like)
+
+
+def _refuse_lowering(ctx, *_):
+    platforms = ctx.module_context.platforms
+    raise NotImplementedError(
+        f"implementation='pallas' was lowered for {' and '.join(platforms)}: it {IMPLEMENTATIONS['pallas'].why_not('')}"
+    )
+
+
+mlir.register_lowering(_refuse_p, _refuse_lowering)

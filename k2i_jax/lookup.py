@@ -15,7 +15,7 @@ from k2i_jax.layout import PageLayout
 from k2i_jax.page_table import PageTable, check_table
 from k2i_jax.plane import IndexKPlane, check_plane
 from k2i_jax.score import candidate_logits, index_logits
-from k2i_jax.select import Selection, select_topk, source
+from k2i_jax.select import Selection, select_topk, selection_options, source
 from k2i_jax.spec import K2iSpec
 
 Candidates = CandidateTable | PageTable  # what a REINDEX layer scores: the page table itself where nothing is left out
@@ -29,12 +29,14 @@ class Lookup:
       spec: the model's numbers.
       page8: layout of the ratio-1 plane: True PAGE8, False PAGE64, None whichever a plane has.
       implementation, interpret: as for ``index_logits``.
+      selection: ``implementation`` of ``select_topk`` and ``select_candidate_blocks``.
     """
 
     spec: K2iSpec
     page8: bool | None = None
     implementation: str | None = None
     interpret: bool = False
+    selection: str | None = None
 
     def full(
         self,
@@ -62,7 +64,7 @@ class Lookup:
 
         def select(first, queries, weights, row_ends):
             part = table_part(table, first, row_ends)
-            return select_topk(index_logits(queries, weights, plane, part, **self._options), part, k=self.spec.topk)
+            return self._select(index_logits(queries, weights, plane, part, **self._options), part)
 
         return map_rows(select, self.spec.rows_per_step(table.width), queries, weights, table.row_ends)
 
@@ -92,6 +94,7 @@ class Lookup:
             k=self.spec.topk,
             topk_blocks=self.spec.topk_blocks,
             rows_per_step=self.spec.rows_per_step(table.width),
+            selection=self.selection,
             **self._options,
         )
         return selection, candidate_table(blocks, table)
@@ -125,14 +128,16 @@ class Lookup:
         self._check(queries, weights, plane, candidates.row_ends.shape[0], ratio)
 
         def select(_, queries, weights, part):
-            logits = candidate_logits(queries, weights, plane, part, **self._options)
-            return select_topk(logits, part, k=self.spec.topk)
+            return self._select(candidate_logits(queries, weights, plane, part, **self._options), part)
 
         return map_rows(select, self.spec.rows_per_step(candidates.width), queries, weights, candidates)
 
     @property
     def _options(self) -> dict[str, Any]:
         return {"implementation": self.implementation, "interpret": self.interpret}
+
+    def _select(self, logits, table):
+        return select_topk(logits, table, k=self.spec.topk, **selection_options(self.selection, self.interpret))
 
     def _check(self, queries, weights, plane, rows, ratio):
         check_plane(plane)

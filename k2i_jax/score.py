@@ -10,14 +10,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 from jaxtyping import Array, Float, Float32
 
 from k2i_jax._check import AnyArray, check_array
 from k2i_jax.candidates import CandidateTable, check_candidates
 from k2i_jax.fp4 import FP4Array
-from k2i_jax.implementations import IMPLEMENTATIONS
+from k2i_jax.implementations import IMPLEMENTATIONS, check_name, refuse_platform
 from k2i_jax.kernels import xla
 from k2i_jax.kernels.config import Config
 from k2i_jax.layout import PAYLOAD_BYTES, SCALE_BYTES, PageLayout
@@ -109,13 +107,9 @@ def _check_queries(queries, weights, weight_scale, rows):
 
 def _resolve(implementation, interpret, config, plane) -> "_Choice":
     """What to run: a name, or None where the platform decides; says why a request cannot be met."""
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation: expected None or one of {sorted(IMPLEMENTATIONS)}, got {implementation!r}")
-    if interpret and implementation not in (None, "pallas"):
-        raise ValueError(f"interpret: runs the Pallas kernels; implementation={implementation!r} has no interpret mode")
+    name = check_name(implementation, interpret)
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config: expected a k2i_jax.kernels.config.Config, got {type(config).__name__}")
-    name = "pallas" if interpret else implementation
     if plane.layout is PageLayout.FUSED:
         if name == "pallas":
             raise ValueError(
@@ -157,7 +151,7 @@ def _logits(kind, choice, *args):
     if choice.interpret:
         return run(*args, interpret=True)
     if choice.name == "pallas":
-        return lax.platform_dependent(*args, cuda=run, rocm=run, default=_refuse_platform)
+        return lax.platform_dependent(*args, cuda=run, rocm=run, default=_refuse)
     return lax.platform_dependent(*args, cuda=run, rocm=run, default=run_xla)
 
 
@@ -173,21 +167,7 @@ def _logits_backward(kind, choice, saved, gradient):
 
 _logits.defvjp(_logits_forward, _logits_backward)
 
-_refuse_p = Primitive("k2i_refuse_platform")
-_refuse_p.def_abstract_eval(lambda like, **_: like)
 
-
-def _refuse_platform(queries, weights, plane, columns):
-    """The branch of platforms that the Pallas kernels do not lower for: tracing passes it, lowering raises."""
+def _refuse(queries, weights, plane, columns):
     del queries, plane
-    return _refuse_p.bind(jnp.zeros((weights.shape[0], columns.width), jnp.float32))
-
-
-def _refuse_lowering(ctx, *_):
-    platforms = ctx.module_context.platforms
-    raise NotImplementedError(
-        f"implementation='pallas' was lowered for {' and '.join(platforms)}: it {IMPLEMENTATIONS['pallas'].why_not('')}"
-    )
-
-
-mlir.register_lowering(_refuse_p, _refuse_lowering)
+    return refuse_platform(jnp.zeros((weights.shape[0], columns.width), jnp.float32))

@@ -19,6 +19,7 @@ from k2i_jax.candidates import (
     check_candidates,
 )
 from k2i_jax.fp4 import FP4Array
+from k2i_jax.implementations import check_name
 from k2i_jax.kernels.config import Config
 from k2i_jax.layout import SUB_PAGE_SIZE
 from k2i_jax.page_table import PageTable, check_table
@@ -48,6 +49,8 @@ def select_candidate_blocks(
     *,
     topk_blocks: int = 2048,
     block_size: int = SUB_PAGE_SIZE,
+    implementation: str | None = None,
+    interpret: bool = False,
 ) -> CandidateBlocks:
     """Chooses the blocks with the highest maxima; the block of the row's last position always belongs.
 
@@ -57,23 +60,37 @@ def select_candidate_blocks(
       topk_blocks: most blocks to keep. ``min(topk_blocks, ceil(n / block_size))`` are kept, whatever they score:
         NaN counts as -inf, ties go to the lower id.
       block_size: positions a block.
+      implementation, interpret: as in :func:`select_topk`.
 
     Returns:
       ids i32[rows, min(topk_blocks, ceil(width / block_size))] ascending, then -1, and their count.
 
     Raises:
-      TypeError, ValueError: wrong types or shapes, sizes below 1.
+      TypeError, ValueError: wrong types or shapes, sizes below 1, an implementation that cannot do it.
+      NotImplementedError: as in :func:`select_topk`.
     """
     row_ends = as_int32("row_ends", row_ends)
     check_array("logits", logits, (jnp.float32,), ("rows", "width"))
     check_array("row_ends", row_ends, (jnp.int32,), (logits.shape[0],))
     if topk_blocks < 1 or block_size < 1:
         raise ValueError(f"topk_blocks, block_size: expected at least 1, got {topk_blocks}, {block_size}")
-    return _select_blocks(jnp.asarray(logits), row_ends, topk_blocks, block_size)
+    choice = check_name(implementation, interpret), interpret
+    return _select_blocks(jnp.asarray(logits), row_ends, topk_blocks, block_size, choice)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _select_blocks(logits, row_ends, topk_blocks, block_size):
+def _top(keys, count, k, choice):
+    """Ascending columns of the largest keys, up to ``k``, then -1; and how many there are."""
+    name, interpret = choice
+    if name == "pallas":
+        from k2i_jax.kernels import pallas_select  # its jax internals are needed by nothing else here
+
+        return pallas_select.top_columns(keys, count, k, interpret=interpret)
+    chosen = top(keys, count)
+    return columns_of(chosen, k), jnp.sum(chosen, axis=1, dtype=jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _select_blocks(logits, row_ends, topk_blocks, block_size, choice):
     rows, width = logits.shape
     blocks = -(-width // block_size)
     if blocks == 0:
@@ -86,11 +103,16 @@ def _select_blocks(logits, row_ends, topk_blocks, block_size):
     keys = jnp.where(ids == existing[:, None] - 1, PINNED, keys)
     keys = jnp.where(ids < existing[:, None], keys, NONE)
     count = jnp.minimum(existing, topk_blocks)
-    return CandidateBlocks(columns_of(top(keys, count), min(topk_blocks, blocks)), count)
+    return CandidateBlocks(_top(keys, count, min(topk_blocks, blocks), choice)[0], count)
 
 
 def select_topk(
-    logits: Float32[AnyArray, "rows width"], table: PageTable | CandidateTable, *, k: int = 512
+    logits: Float32[AnyArray, "rows width"],
+    table: PageTable | CandidateTable,
+    *,
+    k: int = 512,
+    implementation: str | None = None,
+    interpret: bool = False,
 ) -> Selection:
     """Chooses up to ``k`` columns a row by score, ties to the lowest position; NaN and -inf are never chosen.
 
@@ -99,9 +121,14 @@ def select_topk(
         give; the table's row ends decide what is read.
       table: the table that the logits were made with.
       k: entries a row, also where k exceeds the width.
+      implementation: None and "xla" are the same: plain JAX. "pallas" is one kernel a row (two or three where there
+        are more than 16384 columns), not yet timed; the selection is the same.
+      interpret: run the Pallas kernel in interpret mode, on any host.
 
     Raises:
-      TypeError, ValueError: wrong types, k below 1, or logits that are not as wide as the table.
+      TypeError, ValueError: wrong types, k below 1, logits that are not as wide as the table, an implementation that
+        does not exist or cannot do it.
+      NotImplementedError: "pallas" lowered for a platform that it lacks.
     """
     if isinstance(table, CandidateTable):
         check_candidates(table)
@@ -110,22 +137,22 @@ def select_topk(
     check_array("logits", logits, (jnp.float32,), (table.row_ends.shape[0], table.width))
     if k < 1:
         raise ValueError(f"k: expected at least 1, got {k}")
-    return _select_topk(jnp.asarray(logits), table, k)
+    choice = check_name(implementation, interpret), interpret
+    return _select_topk(jnp.asarray(logits), table, k, choice)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _select_topk(logits, table, k):
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _select_topk(logits, table, k, choice):
     rows, width = logits.shape
     if 0 in (rows, width):
         empty = jnp.full((rows, k), -1, jnp.int32)
         return Selection(empty, empty, jnp.zeros(rows, jnp.int32))
     ends = table.live_ends() if isinstance(table, PageTable) else table.row_ends
     keys = order_keys(logits)
-    choice = (jnp.arange(width, dtype=jnp.int32) < ends[:, None]) & (keys > NEGATIVE_INF)
-    chosen = top(jnp.where(choice, keys, NONE), jnp.full(rows, k, jnp.int32))
-    columns = columns_of(chosen, k)
+    seen = (jnp.arange(width, dtype=jnp.int32) < ends[:, None]) & (keys > NEGATIVE_INF)
+    columns, count = _top(jnp.where(seen, keys, NONE), jnp.full(rows, k, jnp.int32), k, choice)
     positions = columns if isinstance(table, PageTable) else table.positions(columns)
-    return Selection(positions, table.slots(columns), jnp.sum(chosen, axis=1, dtype=jnp.int32))
+    return Selection(positions, table.slots(columns), count)
 
 
 def reindex(
@@ -140,12 +167,13 @@ def reindex(
     implementation: str | None = None,
     interpret: bool = False,
     config: Config | None = None,
+    selection: str | None = None,
 ) -> Selection:
     """Scores the candidate blocks with this layer's queries and selects among them (REINDEX).
 
     As a set, a row's selection is the top-k of its FULL logits with all other blocks masked out. The cost depends on
     the candidates, not on the context. Arguments and errors are those of the parts: ``candidate_table``,
-    ``candidate_logits`` and ``select_topk``.
+    ``candidate_logits`` and ``select_topk``, whose implementation is ``selection``.
     """
     check_table(table)
     check_blocks(blocks, table.row_ends.shape[0])
@@ -156,7 +184,16 @@ def reindex(
         "interpret": interpret,
         "config": config,
     }
-    return select_topk(candidate_logits(queries, weights, plane, candidates, **options), candidates, k=k)
+    logits = candidate_logits(queries, weights, plane, candidates, **options)
+    return select_topk(logits, candidates, k=k, **selection_options(selection, interpret))
+
+
+def selection_options(selection: str | None, interpret: bool) -> dict[str, Any]:
+    """How ``select_topk`` runs beside a score that is interpreted, or not."""
+    return {
+        "implementation": check_name(selection, argument="selection"),
+        "interpret": interpret and selection == "pallas",
+    }
 
 
 def source(
@@ -172,12 +209,14 @@ def source(
     implementation: str | None = None,
     interpret: bool = False,
     config: Config | None = None,
+    selection: str | None = None,
 ) -> tuple[Selection, CandidateBlocks]:
     """Scores everything, selects, and publishes candidate blocks (SOURCE), never holding all logits at once.
 
     Args:
       rows_per_step: rows whose logits are held at a time; the temporaries are about ``20 B * rows * width``.
-      k, topk_blocks: as in ``select_topk`` and ``select_candidate_blocks``; the others as in ``index_logits``.
+      k, topk_blocks: as in ``select_topk`` and ``select_candidate_blocks``.
+      selection: these two's ``implementation``. The others are as in ``index_logits``.
 
     Returns:
       What ``select_topk`` and ``select_candidate_blocks`` would return for the whole logits.
@@ -192,10 +231,12 @@ def source(
         "config": config,
     }
 
+    how = selection_options(selection, interpret)
+
     def select(first, queries, weights, row_ends):
         part = table_part(table, first, row_ends)
         logits = index_logits(queries, weights, plane, part, **options)
-        blocks = select_candidate_blocks(logits, part.live_ends(), topk_blocks=topk_blocks)
-        return select_topk(logits, part, k=k), blocks
+        blocks = select_candidate_blocks(logits, part.live_ends(), topk_blocks=topk_blocks, **how)
+        return select_topk(logits, part, k=k, **how), blocks
 
     return map_rows(select, rows_per_step, queries, weights, table.row_ends)

@@ -12,7 +12,7 @@ from k2i_jax._check import AnyArray, as_int32, check_array
 from k2i_jax.chain import HEAD_DIM, head_weights, index_keys, index_queries
 from k2i_jax.chain import key_slots as own_slots
 from k2i_jax.fp4 import FP4Array
-from k2i_jax.implementations import IMPLEMENTATIONS
+from k2i_jax.implementations import check_name
 from k2i_jax.lookup import Candidates, Lookup, check_heads, check_layout
 from k2i_jax.page_table import PageTable, check_table
 from k2i_jax.plane import IndexKPlane, check_plane, write_keys
@@ -101,6 +101,7 @@ def build_k2i(
     *,
     implementation: str | None = None,
     interpret: bool = False,
+    selection: str | None = None,
     donate: bool = False,
 ) -> K2i:
     """Builds the lookups of a model; everything that the spec says is static in them.
@@ -126,6 +127,7 @@ def build_k2i(
       page8: None takes each plane in its own layout. True or False fixes the ratio-1 plane alone (PAGE8 or PAGE64):
         another layout is refused, and so is any but PAGE64 in planes of other ratios.
       implementation, interpret: as for ``index_logits``.
+      selection: ``implementation`` of ``select_topk`` and ``select_candidate_blocks``.
       donate: let ``step`` and ``layer`` reuse the memory of ``planes`` and ``plane`` (gone after the call). Inside
         your own ``jit`` or ``scan`` donate there instead.
 
@@ -136,9 +138,9 @@ def build_k2i(
         raise TypeError(f"spec: expected a k2i_jax.K2iSpec, got {type(spec).__name__}")
     if page8 not in (None, True, False):
         raise TypeError(f"page8: expected None, True or False, got {page8!r}")
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation: expected None or one of {sorted(IMPLEMENTATIONS)}, got {implementation!r}")
-    lookup = Lookup(spec, page8, implementation, interpret)
+    check_name(implementation)
+    check_name(selection, argument="selection")
+    lookup = Lookup(spec, page8, implementation, interpret, selection)
     return K2i(
         spec,
         page8,

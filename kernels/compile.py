@@ -10,6 +10,7 @@ import os
 import subprocess
 import tempfile
 import types
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +102,40 @@ def arguments(layout: str, table: str, rows: int, heads: int, *, sequences: int 
     return score, operands
 
 
+class Code(NamedTuple):
+    """A code object: its assembly, Triton's GPU IR, and what it takes, as in ``KernelReport``."""
+
+    asm: str
+    ir: str
+    vgprs: int
+    spills: int
+    lds_bytes: int
+    triton: str
+
+
+def compile_call(call: dict, target: str) -> Code:
+    """Compiles one of ``triton_calls`` of a function that was lowered for ``target``."""
+    try:
+        import triton
+        from triton.backends.compiler import GPUTarget
+    except ImportError as error:
+        raise ImportError("compiling kernels needs the triton wheel: pip install 'k2i_jax[jax_triton]'") from error
+    _, _, backend, arch, lanes, _ = TARGETS[target]
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "kernel.ttir")
+        with open(path, "w") as file:
+            file.write(call["ir"])
+        options = {"num_warps": call["num_warps"], "num_stages": call["num_stages"]}
+        compiled = triton.compile(path, target=GPUTarget(backend, arch, lanes), options=options)
+    if backend == "hip":
+        asm = compiled.asm["amdgcn"]
+        found = isa.amd_metadata(asm)
+        vgprs, spills = found["vgpr_count"], found["vgpr_spill_count"] + found["sgpr_spill_count"]
+    else:
+        asm, vgprs, spills = _sass(compiled.asm["cubin"])
+    return Code(asm, compiled.asm["ttgir"], vgprs, spills, compiled.metadata.shared, triton.__version__)
+
+
 def compile_kernel(
     target: str, layout: str, table: str, rows: int, heads: int = 32, config: Config | None = None
 ) -> KernelReport:
@@ -120,12 +155,7 @@ def compile_kernel(
     """
     if target not in TARGETS:
         raise ValueError(f"target: expected one of {sorted(TARGETS)}, got {target!r}")
-    try:
-        import triton
-        from triton.backends.compiler import GPUTarget
-    except ImportError as error:
-        raise ImportError("compiling kernels needs the triton wheel: pip install 'k2i_jax[jax_triton]'") from error
-    platform, kind, backend, arch, lanes, device = TARGETS[target]
+    platform, kind, _, _, lanes, device = TARGETS[target]
     score, operands = arguments(layout, table, rows, heads)
     if config is None:
         sequences, width = operands[5].shape[0] // rows, 8 * 2048 if table == "candidates" else 64 * 2048
@@ -140,27 +170,15 @@ def compile_kernel(
         )
     lowered = lower_for(functools.partial(score, config=config), *operands, platform=platform, kind=kind)
     [call] = triton_calls(lowered)
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "kernel.ttir")
-        with open(path, "w") as file:
-            file.write(call["ir"])
-        options = {"num_warps": call["num_warps"], "num_stages": call["num_stages"]}
-        compiled = triton.compile(path, target=GPUTarget(backend, arch, lanes), options=options)
-    if backend == "hip":
-        asm = compiled.asm["amdgcn"]
-        loops, found = isa.amd_loops(asm), isa.amd_metadata(asm)
-        vgprs, spills = found["vgpr_count"], found["vgpr_spill_count"] + found["sgpr_spill_count"]
-    else:
-        asm, vgprs, spills = _sass(compiled.asm["cubin"])
-        loops = isa.nvidia_loops(asm)
-    loop, steps = loops[0], config.buffers
+    code = compile_call(call, target)
+    loop, steps = (isa.amd_loops if platform == "rocm" else isa.nvidia_loops)(code.asm)[0], config.buffers
     keys = 64 if config.body == "dot_scaled" else 16  # of a step, a warp's share
     return KernelReport(
-        target=target, layout=layout, table=table, rows=rows, heads=heads, config=config, triton=triton.__version__,
-        vgprs=vgprs, spills=spills, lds_bytes=compiled.metadata.shared,
+        target=target, layout=layout, table=table, rows=rows, heads=heads, config=config, triton=code.triton,
+        vgprs=code.vgprs, spills=code.spills, lds_bytes=code.lds_bytes,
         matrix={k: v / steps for k, v in loop.matrix.items()}, loads={k: v / steps for k, v in loop.loads.items()},
         bytes_per_key=_bytes_per_key(loop, table, lanes / (steps * keys)),
-        instructions={k: v / steps for k, v in loop.classes.items()}, asm=asm, ir=compiled.asm["ttgir"],
+        instructions={k: v / steps for k, v in loop.classes.items()}, asm=code.asm, ir=code.ir,
     )  # fmt: skip
 
 

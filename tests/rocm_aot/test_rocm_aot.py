@@ -60,11 +60,15 @@ def compile_step(fun, *args):
 
 
 @pytest.mark.parametrize("layout", ["page64", "page8"])
-@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, None])
-def test_source_and_reindex_compile_as_one_step(device, layout, implementation):
+@pytest.mark.parametrize(
+    ("implementation", "selection"), [*((name, None) for name in IMPLEMENTATIONS), (None, None), (None, "pallas")]
+)
+def test_source_and_reindex_compile_as_one_step(device, layout, implementation, selection):
+    how = {"implementation": implementation, "selection": selection}
+
     def step(queries, weights, plane, table):
-        chosen, blocks = k2i.source(queries, weights, plane, table, implementation=implementation)
-        return chosen, k2i.reindex(queries, weights, plane, table, blocks, implementation=implementation)
+        chosen, blocks = k2i.source(queries, weights, plane, table, **how)
+        return chosen, k2i.reindex(queries, weights, plane, table, blocks, **how)
 
     compiled = compile_step(step, *arguments(device, layout, rows_each=2))
     assert compiled.memory_analysis().output_size_in_bytes >= 2 * 8 * 512 * 8  # two selections of positions and slots
