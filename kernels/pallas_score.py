@@ -17,6 +17,7 @@ from k2i_jax.kernels._jax_private import prefetch, store_in_place
 from k2i_jax.kernels.config import Config, check_config, default_config
 from k2i_jax.kernels.dot_scaled import iota, limit_registers, uniform
 from k2i_jax.kernels.pallas_bodies import Decode, DotScaled
+from k2i_jax.kernels.pallas_groups import count_groups, find_group, likely_group
 
 
 def _cdiv(a, b):
@@ -195,11 +196,11 @@ def _index_kernel(
 ):
     group, part = limit_registers(pl.program_id(0), registers), pl.program_id(1)
     num_rows = refs[0].shape[0]
-    guess, row = _likely(starts_ref, group, rows, longest)
+    guess, row = likely_group(starts_ref, group, rows, longest)
     # the row's end and page ids would else be waited for one after the other
     group += prefetch(refs[0], jnp.minimum(row, num_rows - 1), jnp.int32(0))
     part += prefetch(pages_ref, guess, jnp.minimum(part * body.order.groups, pages_ref.shape[1] - 1))
-    sequence, first, end = _find_group(starts_ref, group, rows, num_rows, longest)
+    sequence, first, end = find_group(starts_ref, group, rows, num_rows, longest)
 
     @pl.when(sequence >= 0)
     def _():
@@ -216,55 +217,6 @@ def _index_kernel(
     after = jnp.clip(plt.load(starts_ref.at[jnp.int32(starts_ref.shape[0] - 1)]), before, num_rows)
     lax.fori_loop(jnp.int32(0), jnp.where(group == 0, before, 0), outside, jnp.int32(0))
     lax.fori_loop(jnp.where(group == 0, after, num_rows), jnp.int32(num_rows), outside, jnp.int32(0))
-
-
-def _groups(rows: int, sequences: int, shared: int) -> int:
-    """How many numbers ``_find_group`` may give to the groups of ``rows`` rows in all."""
-    return rows if shared == 1 else rows // shared + sequences
-
-
-def _likely(starts_ref, group, rows, longest):
-    """Sequence and first row of a group, if all sequences have ``longest`` rows."""
-    stride = int(rows > 1)
-    guess = jnp.minimum(lax.div(group * rows, jnp.int32(longest + rows * stride)), starts_ref.shape[0] - 2)
-    return guess, jnp.maximum(group - guess * stride, 0) * rows
-
-
-def _find_group(starts_ref, group, rows, num_rows, longest):
-    """(sequence, first row, end of the sequence's rows) of a group of rows; sequence -1 where there is none.
-
-    Each sequence's rows are cut into groups of ``rows``, numbered from ``start // rows + sequence``, which leaves each
-    its own numbers, or from ``start`` if ``rows`` is 1. A program finds its own group: a loop over a sequence's groups
-    would keep the addresses of their queries in registers all the time. It tries where the group is if all sequences
-    have ``longest`` rows, and else counts the sequences that start before.
-    """
-    sequences, stride = starts_ref.shape[0] - 1, int(rows > 1)
-
-    def number(start, sequence):
-        return lax.div(start, jnp.int32(rows)) + sequence * stride
-
-    def start_of(sequence):
-        return jnp.clip(plt.load(starts_ref.at[sequence]), 0, num_rows)
-
-    guess, _ = _likely(starts_ref, group, rows, longest)
-    alone = (guess + 1 >= sequences) | (number(start_of(guess + 1), guess + 1) > group)
-    found = alone & (number(start_of(guess), guess) <= group)
-    block = min(pl.next_power_of_2(sequences), 1024)
-
-    def count(i, before):
-        s = i * block + iota((block,), 0)
-        start = jnp.clip(plt.load(starts_ref.at[s], mask=s < sequences, other=0), 0, num_rows)
-        mine = (s < sequences) & (number(start, s) <= group)
-        return before + jnp.sum(mine.astype(jnp.int32), dtype=jnp.int32)
-
-    blocks = jnp.where(found, jnp.int32(0), _cdiv(sequences, block))
-    before = lax.fori_loop(jnp.int32(0), blocks, count, jnp.int32(0))
-    sequence = uniform(jnp.where(found, guess, before - 1))
-    here = jnp.maximum(sequence, 0)
-    start = start_of(here)
-    end = jnp.maximum(start_of(here + 1), start)
-    first = start + (group - number(start, here)) * rows
-    return jnp.where(first < end, sequence, -1), first, end
 
 
 def _candidate_kernel(
@@ -334,7 +286,7 @@ def index_logits(queries, weights, plane, table, *, config: Config | None = None
     def run(config):
         longest = table.max_query_len or _cdiv(rows, sequences)
         facts = dict(buffers=config.buffers, splits=config.splits, registers=config.registers, longest=longest)
-        groups = _groups(rows, sequences, config.rows)
+        groups = count_groups(rows, sequences, config.rows)
         kernel = functools.partial(_index_kernel, body=_body(config, layout, 64, heads), rows=config.rows, **facts)
         return _call(
             kernel, (groups, config.splits), (rows, 64 * entries), config, interpret,
