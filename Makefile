@@ -17,7 +17,8 @@ test-long: .venv-test/ready
 # What the Triton compiler makes of the kernels, with the version that the assertions were read off. Minutes.
 test-compile: .venv-test/ready
 	.venv-test/bin/pip install -q triton==3.9.0
-	.venv-test/bin/python -m pytest -n 2 --dist worksteal tests/test_pallas_compile.py $(PYTEST_ARGS)
+	.venv-test/bin/python -m pytest -n 2 --dist worksteal -m long tests/test_pallas_compile.py \
+	  tests/test_pallas_select.py $(PYTEST_ARGS)
 
 lint: .venv-dev/ready
 	.venv-dev/bin/ruff check .
