@@ -109,6 +109,12 @@ def build_uniform(x, platform: str):
     return build_asm(asm, constraints, x)
 
 
+def build_opaque(x, platform: str):
+    """The same values, moved by inline assembly, which the compiler does not see through."""
+    asm, constraints = ("v_mov_b32 $0, $1", "=v,v") if platform == "rocm" else ("mov.b32 $0, $1;", "=r,r")
+    return build_asm(asm, constraints, x)
+
+
 def build_asm(asm: str, constraints: str, x):
     """Inline assembly, element by element."""
     return tt.elementwise_inline_asm([x.type], asm, constraints=constraints, pure=True, packed_element=1, args=[x])

@@ -202,7 +202,7 @@ def _sass(cubin: bytes) -> tuple[str, int, int]:
         )
         usage = run("cuobjdump", "-res-usage")
         listing = run("nvdisasm", "-c")
-    return listing, int(isa.find(r"REG:(\d+)", usage)), int(isa.find(r"LOCAL:(\d+)", usage))
+    return listing, int(isa.find(r"REG:(\d+)", usage)), int(isa.find(r"STACK:(\d+)", usage))
 
 
 #: What ``report`` compiles: (layout, table, rows).

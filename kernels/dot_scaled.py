@@ -204,6 +204,19 @@ _uniform_p = private.new_primitive(
 )
 
 
+def opaque(x):
+    """``x`` of 32-bit elements; in a GPU kernel the compiler keeps them, and computes none of them a second time."""
+    return _opaque_p.bind(x)
+
+
+_opaque_p = private.new_primitive(
+    "k2i_opaque",
+    lambda x: (x.shape, x.dtype),
+    lambda x: x,
+    lambda ctx, x: private.build_opaque(x, private.platform(ctx)),
+)
+
+
 @functools.cache
 def _limit_registers_p(count: int):
     def lower(ctx, x):

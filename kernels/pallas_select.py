@@ -14,23 +14,21 @@ from jax.experimental.pallas import triton as plt
 
 from k2i_jax.implementations import refuse_platform
 from k2i_jax.kernels._jax_private import load_bytes
-from k2i_jax.kernels.dot_scaled import iota
+from k2i_jax.kernels.dot_scaled import iota, opaque
 
 LIMIT = 16384  # keys a program: 32 a thread on NVIDIA GPUs, which need half of a thread's registers there
 MAX_RESULTS = 2**29 - 1  # entries of all rows: Pallas' stores count bytes in 31 bits
 
 
 def _kernel(
-    keys_ref,  # u32[R, n]
+    keys_ref,  # u32[R, size], size a power of two
     count_ref,  # i32[R]
     columns_ref,  # out: i32[R, k]
     found_ref,  # out: i32[R]
 ):
-    row, n, k = pl.program_id(0), keys_ref.shape[1], columns_ref.shape[1]
-    size = pl.next_power_of_2(n)
+    row, size, k = pl.program_id(0), keys_ref.shape[1], columns_ref.shape[1]
     column = iota((size,), 0)
-    keys = load_bytes(keys_ref, row, column if n == size else jnp.minimum(column, n - 1), jnp.int32(0))
-    keys = jnp.where(column < n, keys, jnp.uint32(0))
+    keys = load_bytes(keys_ref, row, column, jnp.int32(0))
     count = jnp.clip(plt.load(count_ref.at[row]), 0, k)
 
     def chosen(threshold, limit):  # keys above the threshold, and those that equal it in columns below the limit
@@ -57,9 +55,10 @@ def _kernel(
     limit, _ = search(bit, limit, total, functools.partial(chosen, threshold), lambda total: total <= count)
 
     marks = chosen(threshold, limit)
-    place = jnp.cumsum(marks.astype(jnp.int32), dtype=jnp.int32) - 1
     # others' places lie outside: interpret mode would write back there what it read, after or before the column
-    plt.store(columns_ref.at[row, jnp.where(marks, place, k)], column, mask=marks)
+    place = jnp.where(marks, jnp.cumsum(marks.astype(jnp.int32), dtype=jnp.int32) - 1, k)
+    place = opaque(place)  # the mask is of the places alone: keys held until the store would be too many registers
+    plt.store(columns_ref.at[row, place], column, mask=place < k)
     found, place = jnp.minimum(existing, count), iota((pl.next_power_of_2(k),), 0)
     plt.store(columns_ref.at[row, place], jnp.full_like(place, -1), mask=(place >= found) & (place < k))
     plt.store(found_ref.at[row], found)
@@ -72,7 +71,8 @@ def _total(marks):
 def _call(keys, count, k, interpret, lanes):
     """One launch; ``lanes`` a warp. At least four warps, so that all of a GPU core's parts are at work."""
     rows, n = keys.shape
-    most = pl.next_power_of_2(n) // lanes
+    size = pl.next_power_of_2(n)  # keys that are no choice fill it: a load that stops short has an address a key
+    keys, most = jnp.pad(keys, ((0, 0), (0, size - n))), size // lanes
     params = plt.CompilerParams(num_warps=max(most // 32, min(most, 4), 1), num_stages=1)
     out = jax.ShapeDtypeStruct((rows, k), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32)
     return tuple(

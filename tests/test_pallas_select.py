@@ -104,11 +104,10 @@ def test_with_64_bit_types():
             lower(platform, kind, 70, 8)
 
 
-def lower(platform, kind, n, k):
-    shapes = jax.ShapeDtypeStruct((4, n), jnp.uint32), jax.ShapeDtypeStruct((4,), jnp.int32)
-    return triton_calls(
-        lower_for(lambda keys, count: pallas_select.top_columns(keys, count, k), *shapes, platform=platform, kind=kind)
-    )
+def lower(platform, kind, n, k, batch=()):
+    shapes = jax.ShapeDtypeStruct((*batch, 4, n), jnp.uint32), jax.ShapeDtypeStruct((*batch, 4), jnp.int32)
+    select = lambda keys, count: pallas_select.top_columns(keys, count, k)
+    return triton_calls(lower_for(jax.vmap(select) if batch else select, *shapes, platform=platform, kind=kind))
 
 
 @pytest.mark.parametrize("platform", GPUS)
@@ -123,6 +122,12 @@ def test_it_lowers_for_gpus(platform, n, k):
     assert all(call["num_warps"] * lanes <= 512 for call in calls)
     assert all("arith.cmpi ugt" in call["ir"] for call in calls)  # keys are unsigned
     assert not any("f64" in call["ir"] for call in calls)
+
+
+@pytest.mark.parametrize("platform", GPUS)
+def test_it_lowers_for_gpus_under_vmap(platform):
+    [call] = lower(platform, GPUS[platform], 300, 20, batch=(3,))
+    assert call["grid_x"] * call["grid_y"] * call["grid_z"] == 12
 
 
 def problem():
@@ -196,9 +201,10 @@ def test_it_compiles_without_spills(target):
     from k2i_jax.kernels.compile import TARGETS, compile_call
 
     platform, kind = TARGETS[target][:2]
-    for n, k in ((2048, 2048), (16384, 512), (16384, 2048)):
-        [call] = lower(platform, kind, n, k)
-        code = compile_call(call, target)
-        assert code.spills == 0
-        assert code.lds_bytes <= 64 * 1024
-        assert code.vgprs <= 128  # 512 threads: all registers of a multiprocessor
+    for n, k in ((2048, 2048), (10000, 512), (16384, 512), (16384, 2048), (131072, 512)):
+        for call in lower(platform, kind, n, k):
+            code = compile_call(call, target)
+            assert code.spills == 0
+            assert code.lds_bytes <= 64 * 1024
+            assert code.vgprs <= 128  # 512 threads: all registers of a multiprocessor
+    assert compile_call(call | {"num_warps": 1}, target).spills > 0  # they would be seen: 256 or 128 keys a thread
