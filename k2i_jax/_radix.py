@@ -19,12 +19,18 @@ _SIGN = np.uint32(1 << 31)
 _BLOCK = 32  # columns that a GPU counts together
 
 
-def order_keys(x: Float32[Array, "rows n"]) -> UInt32[Array, "rows n"]:
+def order_keys(x: Float32[Array, "... n"]) -> UInt32[Array, "... n"]:
     """Unsigned keys in the order of the floats; -0 equals +0, NaN becomes 0, -inf 0x7fffff."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     bits = jnp.where(bits == _SIGN, NONE, bits)
     keys = jnp.where(bits >= _SIGN, ~bits, bits | _SIGN)
     return jnp.where(bits & ~_SIGN > np.uint32(0x7F800000), NONE, keys)
+
+
+def seen_keys(x: Float32[Array, "... n"], column, row_end) -> UInt32[Array, "... n"]:
+    """Keys of what may be chosen: columns below the row's end, and neither NaN nor -inf."""
+    keys = order_keys(x)
+    return jnp.where((column < row_end) & (keys > NEGATIVE_INF), keys, NONE)
 
 
 def _by_platform(gpu, default, *args):

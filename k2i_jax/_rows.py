@@ -35,5 +35,7 @@ def map_rows(function: Callable[..., Any], rows_per_step: int, *arrays: Any) -> 
 
 def table_part(table: PageTable, first, row_ends) -> PageTable:
     """The table of the rows from ``first`` on that ``row_ends`` holds; rows past the table's are in no sequence."""
+    if row_ends is table.row_ends:  # all rows: nothing to compute
+        return table
     starts = jnp.clip(table.query_start_loc - first, 0, row_ends.shape[0])
     return PageTable(table.pages, row_ends, starts, table.max_query_len)

@@ -12,6 +12,7 @@ from k2i_jax._check import INT32_MAX, AnyArray, as_int32, check_array, is_traced
 from k2i_jax.layout import PAGE_SIZE
 
 FULL_PAGE_SIZE = 256  # tokens a page of SGLang's main KV pool, whose tables index pages are derived from
+MANY = 1 << 20  # pairs of a row and a sequence that are worth a search
 
 
 @functools.partial(
@@ -110,14 +111,14 @@ class PageTable:
 
     def row_sequences(self) -> Int32[Array, "rows"]:
         """Sequence of each row, -1 for rows in no sequence."""
-        rows = jnp.arange(self.row_ends.shape[0], dtype=jnp.int32)
-        sequence = jnp.searchsorted(self.query_start_loc, rows, side="right").astype(jnp.int32) - 1
+        sequence = _last_start(self.query_start_loc, self.row_ends.shape[0])
         return jnp.where(sequence < self.pages.shape[0], sequence, -1)
 
     def live_ends(self) -> Int32[Array, "rows"]:
         """Row ends as the ops read them: within 0..width, and 0 for rows in no sequence."""
-        ends = jnp.clip(self.row_ends, 0, self.width)
-        return jnp.where(self.row_sequences() >= 0, ends, 0)
+        rows, starts = jnp.arange(self.row_ends.shape[0], dtype=jnp.int32), self.query_start_loc
+        live = (rows >= starts[0]) & (rows < starts[-1])
+        return jnp.where(live, jnp.clip(self.row_ends, 0, self.width), 0)
 
     def row_pages(self, columns: Int32[Array, "rows n"]) -> Int32[Array, "rows n"]:
         """Page ids in ``columns`` of each row's own table; -1 outside the table and for rows in no sequence."""
@@ -213,11 +214,18 @@ def prefill_row_ends(
     """
     first, starts = as_int32("first_positions", first_positions), as_int32("query_start_loc", query_start_loc)
     check_array("query_start_loc", starts, (jnp.int32,), (first.shape[0] + 1,))
-    rows = jnp.arange(num_rows, dtype=jnp.int32)
-    sequence = jnp.searchsorted(starts, rows, side="right").astype(jnp.int32) - 1
+    rows, sequence = jnp.arange(num_rows, dtype=jnp.int32), _last_start(starts, num_rows)
     live: Bool[Array, "rows"] = (sequence >= 0) & (sequence < first.shape[0])
     sequence = jnp.where(live, sequence, 0)
     return jnp.where(live, _visible(first[sequence] + step * (rows - starts[sequence]), ratio), 0)
+
+
+def _last_start(starts, num_rows):
+    """For each row, the last sequence that starts at it or before; -1 before the first."""
+    few = starts.shape[0] * num_rows <= MANY  # compared at once: a search is a loop, of several launches a trip on GPUs
+    rows = jnp.arange(num_rows, dtype=jnp.int32)
+    method = "compare_all" if few else "scan"
+    return jnp.searchsorted(starts, rows, side="right", method=method).astype(jnp.int32) - 1
 
 
 def _visible(positions, ratio):

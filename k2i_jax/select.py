@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int, Int32
 
 from k2i_jax._check import AnyArray, as_int32, check_array
-from k2i_jax._radix import NEGATIVE_INF, NONE, PINNED, columns_of, order_keys, top
+from k2i_jax._radix import NEGATIVE_INF, NONE, PINNED, columns_of, order_keys, seen_keys, top
 from k2i_jax._rows import map_rows, table_part
 from k2i_jax.candidates import (
     CandidateBlocks,
@@ -78,13 +78,8 @@ def select_candidate_blocks(
     return _select_blocks(jnp.asarray(logits), row_ends, topk_blocks, block_size, choice)
 
 
-def _top(keys, count, k, choice):
+def _top(keys, count, k):
     """Ascending columns of the largest keys, up to ``k``, then -1; and how many there are."""
-    name, interpret = choice
-    if name == "pallas":
-        from k2i_jax.kernels import pallas_select  # its jax internals are needed by nothing else here
-
-        return pallas_select.top_columns(keys, count, k, interpret=interpret)
     chosen = top(keys, count)
     return columns_of(chosen, k), jnp.sum(chosen, axis=1, dtype=jnp.int32)
 
@@ -102,8 +97,12 @@ def _select_blocks(logits, row_ends, topk_blocks, block_size, choice):
     ids, existing = jnp.arange(blocks, dtype=jnp.int32), (ends + block_size - 1) // block_size
     keys = jnp.where(ids == existing[:, None] - 1, PINNED, keys)
     keys = jnp.where(ids < existing[:, None], keys, NONE)
-    count = jnp.minimum(existing, topk_blocks)
-    return CandidateBlocks(_top(keys, count, min(topk_blocks, blocks), choice)[0], count)
+    count, k, (name, interpret) = jnp.minimum(existing, topk_blocks), min(topk_blocks, blocks), choice
+    if name == "pallas":
+        from k2i_jax.kernels import pallas_select  # its jax internals are needed by nothing else here
+
+        return CandidateBlocks(pallas_select.top_columns(keys, count, k, interpret=interpret)[0], count)
+    return CandidateBlocks(_top(keys, count, k)[0], count)
 
 
 def select_topk(
@@ -148,9 +147,14 @@ def _select_topk(logits, table, k, choice):
         empty = jnp.full((rows, k), -1, jnp.int32)
         return Selection(empty, empty, jnp.zeros(rows, jnp.int32))
     ends = table.live_ends() if isinstance(table, PageTable) else table.row_ends
-    keys = order_keys(logits)
-    seen = (jnp.arange(width, dtype=jnp.int32) < ends[:, None]) & (keys > NEGATIVE_INF)
-    columns, count = _top(jnp.where(seen, keys, NONE), jnp.full(rows, k, jnp.int32), k, choice)
+    name, interpret = choice
+    if name == "pallas":
+        from k2i_jax.kernels import pallas_select  # its jax internals are needed by nothing else here
+
+        columns, count = pallas_select.top_of_logits(logits, ends, k, interpret=interpret)
+    else:
+        keys = seen_keys(logits, jnp.arange(width, dtype=jnp.int32), ends[:, None])
+        columns, count = _top(keys, jnp.full(rows, k, jnp.int32), k)
     positions = columns if isinstance(table, PageTable) else table.positions(columns)
     return Selection(positions, table.slots(columns), count)
 

@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from k2i_jax._radix import seen_keys
 from k2i_jax.implementations import refuse_platform
 from k2i_jax.kernels._jax_private import load_bytes
 from k2i_jax.kernels.dot_scaled import iota, opaque
@@ -21,15 +22,19 @@ MAX_RESULTS = 2**29 - 1  # entries of all rows: Pallas' stores count bytes in 31
 
 
 def _kernel(
-    keys_ref,  # u32[R, size], size a power of two
-    count_ref,  # i32[R]
+    keys_ref,  # u32 keys or f32 logits [R, size], size a power of two
+    bound_ref,  # i32[R or 1]: how many keys to choose; of logits, the row's end
     columns_ref,  # out: i32[R, k]
     found_ref,  # out: i32[R]
 ):
     row, size, k = pl.program_id(0), keys_ref.shape[1], columns_ref.shape[1]
     column = iota((size,), 0)
     keys = load_bytes(keys_ref, row, column, jnp.int32(0))
-    count = jnp.clip(plt.load(count_ref.at[row]), 0, k)
+    bound = plt.load(bound_ref.at[jnp.minimum(row, bound_ref.shape[0] - 1)])
+    if keys.dtype == jnp.float32:
+        keys, count = seen_keys(keys, column, bound), jnp.int32(k)
+    else:
+        count = jnp.clip(bound, 0, k)
 
     def chosen(threshold, limit):  # keys above the threshold, and those that equal it in columns below the limit
         return keys > jnp.where(column < limit, threshold - 1, threshold)
@@ -68,7 +73,7 @@ def _total(marks):
     return jnp.sum(marks.astype(jnp.int32), dtype=jnp.int32)
 
 
-def _call(keys, count, k, interpret, lanes):
+def _call(keys, bound, k, interpret, lanes):
     """One launch; ``lanes`` a warp. At least four warps, so that all of a GPU core's parts are at work."""
     rows, n = keys.shape
     size = pl.next_power_of_2(n)  # keys that are no choice fill it: a load that stops short has an address a key
@@ -76,7 +81,7 @@ def _call(keys, count, k, interpret, lanes):
     params = plt.CompilerParams(num_warps=max(most // 32, min(most, 4), 1), num_stages=1)
     out = jax.ShapeDtypeStruct((rows, k), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32)
     return tuple(
-        pl.pallas_call(_kernel, out_shape=out, grid=(rows,), interpret=interpret, compiler_params=params)(keys, count)
+        pl.pallas_call(_kernel, out_shape=out, grid=(rows,), interpret=interpret, compiler_params=params)(keys, bound)
     )
 
 
@@ -85,7 +90,7 @@ def top_columns(keys, count, k: int, *, interpret: bool = False):
 
     Args:
       keys: u32[rows, n]; 0 is no choice.
-      count: i32[rows] columns to choose, at most ``k`` of them.
+      count: i32[rows] columns to choose, at most ``k`` of them; i32[1] where all rows choose as many.
       k: entries a row.
       interpret: run in Pallas' interpret mode, on any host.
 
@@ -97,11 +102,11 @@ def top_columns(keys, count, k: int, *, interpret: bool = False):
       NotImplementedError: lowered for a platform other than cuda and rocm.
     """
     rows, n = keys.shape
+    if 0 in (rows, k, n):
+        return jnp.full((rows, k), -1, jnp.int32), jnp.zeros(rows, jnp.int32)
     if k > n:
         columns, found = top_columns(keys, count, n, interpret=interpret)
         return jnp.pad(columns, ((0, 0), (0, k - n)), constant_values=-1), found
-    if 0 in (rows, k):
-        return jnp.zeros((rows, k), jnp.int32), jnp.zeros(rows, jnp.int32)
     if rows * k > MAX_RESULTS:
         raise ValueError(f"implementation: pallas selects {MAX_RESULTS} entries at most, got {rows} x {k}; use xla")
     if n > LIMIT:
@@ -112,6 +117,14 @@ def top_columns(keys, count, k: int, *, interpret: bool = False):
     shapes = (rows, k), (rows,)
     refuse = lambda *_: tuple(refuse_platform(jnp.zeros(shape, jnp.int32)) for shape in shapes)
     return lax.platform_dependent(keys, count, cuda=run(32), rocm=run(64), default=refuse)
+
+
+def top_of_logits(logits, row_ends, k: int, *, interpret: bool = False):
+    """``top_columns`` of f32[rows, n] below each row's end, NaN and -inf left out; rows that fit need one launch."""
+    if logits.shape[1] <= LIMIT:
+        return top_columns(logits, row_ends, k, interpret=interpret)
+    keys = seen_keys(logits, jnp.arange(logits.shape[1], dtype=jnp.int32), row_ends[:, None])
+    return top_columns(keys, jnp.full(1, k, jnp.int32), k, interpret=interpret)
 
 
 def _top_of_groups(keys, count, k, interpret):

@@ -7,7 +7,7 @@ import pytest
 from cases import golden, random_batch
 
 import k2i_jax as k
-from k2i_jax import IndexKPlane, PageTable
+from k2i_jax import IndexKPlane, PageTable, page_table
 
 INT32_MAX = 2**31 - 1
 ROW_SEQUENCES = jax.jit(PageTable.row_sequences)
@@ -67,6 +67,18 @@ def test_from_full_pages_with_ragged_rows():
             PageTable.from_full_pages(np.array([[1]]), np.array([5]), ratio=ratio)
     with pytest.raises(ValueError, match=r"full_pages: .*\[1\]"):
         PageTable.from_full_pages(np.array([1]), np.array([5]), ratio=1)
+
+
+@pytest.mark.parametrize("rows", [1000, 1100])
+def test_rows_of_many_sequences(rows):
+    """On both sides of ``page_table.MANY`` pairs of a row and a sequence."""
+    starts = np.sort(np.random.default_rng(rows).integers(0, rows + 1, 1025)).astype(np.int32)
+    table = PageTable.from_arrays(np.ones((1024, 1), int), np.full(rows, 9), starts)
+    sequence = np.searchsorted(starts, np.arange(rows), side="right") - 1
+    expected = np.where(sequence < 1024, sequence, -1)
+    assert (rows * 1025 > page_table.MANY) == (rows == 1100)
+    assert np.array_equal(table.row_sequences(), expected)
+    assert np.array_equal(table.live_ends(), np.where(expected >= 0, 9, 0))
 
 
 @pytest.mark.parametrize("starts", [[0, 2, 5, 6], [0, 0, 4, 4], [2, 3, 3, 5], [1, 1, 1, 1], [0, 0, 0, 6], [0, 6, 6, 6]])

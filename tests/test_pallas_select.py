@@ -53,6 +53,27 @@ def test_counts_of_nothing_and_below():
     check(hard_rows(0, 100), [0, 0, 0, 0, -5, 0], 16)
 
 
+def test_one_count_for_all_rows():
+    keys = hard_rows(4, 200)
+    for found, expected in zip(top_columns(keys, jnp.array([70]), 100), choose(keys, [70] * 6, 100), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (65, 8), (513, 512), (300, 400), (16385, 512)])
+def test_of_logits(n, k):
+    """The keys that the kernel makes of logits: NaN and -inf left out, -0 and +0 equal, nothing past a row's end."""
+    rng = np.random.default_rng(n)
+    logits = rng.standard_normal((4, n)).astype(np.float32)
+    logits[0, ::3], logits[0, 1::3], logits[2], logits[3] = np.nan, -np.inf, 0, rng.choice([-0.0, 0.0, np.inf, -1], n)
+    ends = np.array([n, n // 2, n - 1, n], np.int32)
+    live = (np.arange(n) < ends[:, None]) & (logits > -np.inf)
+    rank = np.unique(np.where(live, logits, -np.inf) + 0.0, return_inverse=True)[1].reshape(4, n) + 1
+    columns, found = pallas_select.top_of_logits(jnp.asarray(logits), jnp.asarray(ends), k, interpret=True)
+    expected, expected_found = choose(np.where(live, rank, 0), [k] * 4, k)
+    np.testing.assert_array_equal(columns, expected)
+    np.testing.assert_array_equal(found, expected_found)
+
+
 def test_against_the_radix_selection():
     keys, count = hard_rows(3, 1000), jnp.array([512, 512, 512, 511, 256, 512], jnp.int32)
     columns, _ = top_columns(jnp.asarray(keys), count, 512)
@@ -102,11 +123,13 @@ def test_with_64_bit_types():
         check(hard_rows(2, 70), [8, 8, 8, 7, 4, 8], 8)
         for platform, kind in GPUS.items():
             lower(platform, kind, 70, 8)
+            lower(platform, kind, 70, 8, dtype=jnp.float32)
 
 
-def lower(platform, kind, n, k, batch=()):
-    shapes = jax.ShapeDtypeStruct((*batch, 4, n), jnp.uint32), jax.ShapeDtypeStruct((*batch, 4), jnp.int32)
-    select = lambda keys, count: pallas_select.top_columns(keys, count, k)
+def lower(platform, kind, n, k, batch=(), dtype=jnp.uint32):
+    shapes = jax.ShapeDtypeStruct((*batch, 4, n), dtype), jax.ShapeDtypeStruct((*batch, 4), jnp.int32)
+    of = pallas_select.top_columns if dtype == jnp.uint32 else pallas_select.top_of_logits
+    select = lambda keys, bound: of(keys, bound, k)
     return triton_calls(lower_for(jax.vmap(select) if batch else select, *shapes, platform=platform, kind=kind))
 
 
@@ -201,8 +224,10 @@ def test_it_compiles_without_spills(target):
     from k2i_jax.kernels.compile import TARGETS, compile_call
 
     platform, kind = TARGETS[target][:2]
-    for n, k in ((2048, 2048), (10000, 512), (16384, 512), (16384, 2048), (131072, 512)):
-        for call in lower(platform, kind, n, k):
+    keys, logits = jnp.uint32, jnp.float32
+    widest = [(16384, 512, keys), (16384, 512, logits), (16384, 2048, keys), (16384, 2048, logits)]
+    for n, k, dtype in [(2048, 2048, keys), (10000, 512, logits), *widest, (131072, 512, keys)]:
+        for call in lower(platform, kind, n, k, dtype=dtype):
             code = compile_call(call, target)
             assert code.spills == 0
             assert code.lds_bytes <= 64 * 1024

@@ -4,8 +4,10 @@ What only XLA would refuse is caught here, and the code objects it makes are rea
 """
 
 import atexit
+import dataclasses
 import importlib.util
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -72,6 +74,22 @@ def test_source_and_reindex_compile_as_one_step(device, layout, implementation, 
 
     compiled = compile_step(step, *arguments(device, layout, rows_each=2))
     assert compiled.memory_analysis().output_size_in_bytes >= 2 * 8 * 512 * 8  # two selections of positions and slots
+
+
+def test_launches_of_a_layer(device):
+    """With the selection kernel: no loop of launches, and of REINDEX three: scores, selection, slots."""
+    queries, weights, plane, table = arguments(device, "page8")
+    table = dataclasses.replace(
+        table, pages=jax.ShapeDtypeStruct((SEQUENCES, 2048), jnp.int32, sharding=table.pages.sharding)
+    )
+    k = k2i.build_k2i(k2i.K2iSpec.v41_flash(), selection="pallas")
+    shapes = jax.eval_shape(k.source, queries, weights, plane, table)[1]
+    candidates = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=table.pages.sharding), shapes)
+    for layer, where, most in ((k.full, table, 8), (k.source, table, 15), (k.reindex, candidates, 3)):
+        text = compile_step(layer, queries, weights, plane, where).as_text()
+        entry = text[text.index("\nENTRY ") :]
+        assert " while(" not in entry
+        assert len(re.findall(r"= .* (?:fusion|custom-call|copy|sort|reduce|gather)\(", entry)) <= most
 
 
 @pytest.mark.parametrize("layout", ["page64", "page8"])
