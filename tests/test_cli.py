@@ -12,7 +12,8 @@ import k2i_jax
 from k2i_jax import cli
 
 GOLDEN = Path(__file__).parent / "golden"
-CASES = ["decode", "heads64", "two_level", "verify", "wide_scales"]
+LONG_CASES = ["decode", "heads64", "two_level", "wide_scales"]
+CASES = ["verify", *(pytest.param(case, marks=pytest.mark.long) for case in LONG_CASES)]
 
 
 @pytest.mark.parametrize("case", CASES)
