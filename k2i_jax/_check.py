@@ -1,5 +1,6 @@
 """Checks of static facts, shared by the public ops: each names the argument, what came and what was expected."""
 
+import operator
 from typing import Any
 
 import jax
@@ -29,19 +30,43 @@ def _spell(shape) -> str:
     return "[" + ", ".join(map(str, shape)) + "]"
 
 
-def as_int32(name: str, x: Any) -> Int32[Array, "*n"]:
+def as_int32(name: str, x: Any, shape: tuple[int | str, ...] | None = None) -> Int32[Array, "*n"]:
     """An integer array as int32; wider values saturate, so that none can wrap into a valid index.
 
     Raises:
       TypeError: ``x`` holds no integers.
+      ValueError: it has not the ``shape`` that is asked for, where a string stands for any size.
     """
     if not isinstance(x, jax.Array):
         x = np.asarray(x)
+        if x.size == 0 and x.dtype == np.float64:  # what an empty list becomes
+            x = x.astype(np.int32)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name}: expected an integer array, got {x.dtype} {list(x.shape)}")
     if x.dtype != jnp.int32 and jnp.iinfo(x.dtype).max > INT32_MAX:
         x = x.clip(None if jnp.iinfo(x.dtype).min == 0 else -INT32_MAX, INT32_MAX)
-    return jnp.asarray(x, jnp.int32)
+    x = jnp.asarray(x, jnp.int32)
+    if shape is not None:
+        check_array(name, x, (jnp.int32,), shape)
+    return x
+
+
+def as_size(name: str, value: Any, least: int = 1) -> int:
+    """A number that shapes depend on, as an int.
+
+    Raises:
+      TypeError: no integer, or one that is traced.
+      ValueError: below ``least``.
+    """
+    if is_traced(value):
+        raise TypeError(f"{name}: expected a static integer, got a traced value; close over it or name it static")
+    try:
+        size = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected an integer of at least {least}, got {value!r}") from None
+    if size < least:
+        raise ValueError(f"{name}: expected an integer of at least {least}, got {size}")
+    return size
 
 
 def is_traced(*arrays: Any) -> bool:

@@ -37,5 +37,5 @@ def table_part(table: PageTable, first, row_ends) -> PageTable:
     """The table of the rows from ``first`` on that ``row_ends`` holds; rows past the table's are in no sequence."""
     if row_ends is table.row_ends:  # all rows: nothing to compute
         return table
-    starts = jnp.clip(table.query_start_loc - first, 0, row_ends.shape[0])
+    starts = jnp.clip(table.query_start_loc, first, first + row_ends.shape[0]) - first
     return PageTable(table.pages, row_ends, starts, table.max_query_len)

@@ -4,15 +4,13 @@ Every rounding of the reference code happens here too. ``reduce_precision`` roun
 would remove a cast there and back; barriers keep products from being contracted into the addition after them.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from k2i_jax._check import AnyArray, as_int32, check_array
+from k2i_jax._check import AnyArray, as_int32, as_size, check_array
 from k2i_jax.fp4 import FP4Array, FP4Recipe, fake_quant_fp4, quantize_fp4
 from k2i_jax.page_table import PageTable, check_table
 
@@ -158,12 +156,7 @@ def key_slots(table: PageTable, positions: Int[AnyArray, "rows"], *, ratio: int 
     check_table(table)
     positions = as_int32("positions", positions)
     check_array("positions", positions, (jnp.int32,), table.row_ends.shape)
-    check_ratio(ratio)
+    ratio = as_size("ratio", ratio)
     keys = positions // ratio
     complete = (positions >= 0) & (positions % ratio == ratio - 1) & (keys < table.live_ends())
     return table.slots(jnp.where(complete, keys, -1)[:, None])[:, 0]
-
-
-def check_ratio(ratio: Any) -> None:
-    if not isinstance(ratio, int) or ratio < 1:
-        raise ValueError(f"ratio: expected a number of tokens a key, at least 1, got {ratio!r}")

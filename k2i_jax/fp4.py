@@ -125,7 +125,9 @@ def _check_floats(x):
 @functools.partial(jax.jit, static_argnames="recipe")
 def _quantize(x, recipe: FP4Recipe) -> FP4Array:
     _, min_byte, ties_to_even, sign_kept = recipe.value
-    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32).reshape(*x.shape[:-1], -1, GROUP)
+    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32).reshape(
+        *x.shape[:-1], x.shape[-1] // GROUP, GROUP
+    )
     magnitude = bits & 0x7FFFFFFF
     magnitude = jnp.where(magnitude > _INF, 0, magnitude)  # NaN counts as zero
     scale = _scale_byte(jnp.max(magnitude, axis=-1), min_byte)
@@ -135,7 +137,7 @@ def _quantize(x, recipe: FP4Recipe) -> FP4Array:
         code += magnitude >= threshold + (0 if ties_to_even and up else 1)
     code = jnp.where(magnitude == _INF, 7, code)
     negative = (bits < 0) & ((magnitude if sign_kept else code) > 0)  # magnitude is 0 for NaN
-    code = (code | jnp.where(negative, 8, 0)).astype(jnp.uint8).reshape(*x.shape[:-1], -1, 2)
+    code = (code | jnp.where(negative, 8, 0)).astype(jnp.uint8).reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
     return FP4Array(code[..., 0] | (code[..., 1] << 4), scale.astype(jnp.uint8))
 
 

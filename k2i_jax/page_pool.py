@@ -9,10 +9,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int, Int32
 
-from k2i_jax._check import AnyArray, as_int32, check_array
+from k2i_jax._check import AnyArray, as_int32, as_size, check_array
 from k2i_jax.layout import PAGE_SIZE
 
 
@@ -36,13 +37,10 @@ class PagePool:
         """An empty pool with room for ``sequences`` of up to ``64 * pages_per_sequence`` keys.
 
         Raises:
-          ValueError: a size below 1 (num_pages: below 2, page 0 is reserved).
+          TypeError, ValueError: no integer, or a size below 1 (num_pages: below 2, page 0 is reserved).
         """
-        if num_pages < 2 or sequences < 1 or pages_per_sequence < 1:
-            raise ValueError(
-                "num_pages, sequences, pages_per_sequence: expected at least 2, 1, 1, got "
-                f"{num_pages}, {sequences}, {pages_per_sequence}"
-            )
+        num_pages, sequences = as_size("num_pages", num_pages, 2), as_size("sequences", sequences)
+        pages_per_sequence = as_size("pages_per_sequence", pages_per_sequence)
         return cls(
             jnp.zeros(num_pages, jnp.int32).at[0].set(1),
             jnp.zeros((sequences, pages_per_sequence), jnp.int32),
@@ -75,7 +73,6 @@ def _pages_of(lengths):
     return (lengths + PAGE_SIZE - 1) // PAGE_SIZE
 
 
-@functools.partial(jax.jit, static_argnames="max_new")
 def append(pool: PagePool, counts: Int[AnyArray, "sequences"], *, max_new: int) -> tuple[PagePool, Append]:
     """Lengthens each sequence by ``counts`` keys, allocating pages in order of their ids.
 
@@ -84,10 +81,16 @@ def append(pool: PagePool, counts: Int[AnyArray, "sequences"], *, max_new: int) 
     Args:
       counts: i32[sequences], taken as 0..max_new.
       max_new: most keys a sequence may gain in one call (a shape, hence static).
+
+    Raises:
+      TypeError, ValueError: no integers, counts of another shape, a negative ``max_new``.
     """
+    return _append(pool, as_int32("counts", counts, pool.lengths.shape), as_size("max_new", max_new, 0))
+
+
+@functools.partial(jax.jit, static_argnames="max_new")
+def _append(pool, counts, max_new):
     sequences, width = pool.pages.shape
-    counts = as_int32("counts", counts)
-    check_array("counts", counts, (jnp.int32,), (sequences,))
     counts = jnp.clip(counts, 0, max_new)
     rows = jnp.arange(sequences, dtype=jnp.int32)
     old, new = pool.lengths, pool.lengths + counts
@@ -128,11 +131,17 @@ def append(pool: PagePool, counts: Int[AnyArray, "sequences"], *, max_new: int) 
     return PagePool(references, pages, lengths), Append(slots, jnp.where(shared, last, -1), copied, ok)
 
 
-@jax.jit
 def truncate(pool: PagePool, lengths: Int[AnyArray, "sequences"]) -> PagePool:
-    """Shortens sequences to ``lengths`` (rejected drafts, say) and frees the pages that nobody holds any more."""
-    lengths = as_int32("lengths", lengths)
-    check_array("lengths", lengths, (jnp.int32,), pool.lengths.shape)
+    """Shortens sequences to ``lengths`` (rejected drafts, say) and frees the pages that nobody holds any more.
+
+    Raises:
+      TypeError, ValueError: no integers, or lengths of another shape.
+    """
+    return _truncate(pool, as_int32("lengths", lengths, pool.lengths.shape))
+
+
+@jax.jit
+def _truncate(pool, lengths):
     lengths = jnp.clip(lengths, 0, pool.lengths)
     columns = jnp.arange(pool.pages.shape[1], dtype=jnp.int32)
     dropped = (columns >= _pages_of(lengths)[:, None]) & (columns < _pages_of(pool.lengths)[:, None])
@@ -142,23 +151,36 @@ def truncate(pool: PagePool, lengths: Int[AnyArray, "sequences"]) -> PagePool:
 
 
 def release(pool: PagePool, ended: Bool[Array, "sequences"]) -> PagePool:
-    """Empties the sequences marked in ``ended``."""
+    """Empties the sequences marked in ``ended``.
+
+    Raises:
+      TypeError, ValueError: no booleans (ids would be taken for marks), or marks of another shape.
+    """
+    ended = ended if isinstance(ended, jax.Array) else np.asarray(ended)
+    check_array("ended", ended, (jnp.bool_,), pool.lengths.shape)
     return truncate(pool, jnp.where(ended, 0, pool.lengths))
 
 
-@jax.jit
 def fork(pool: PagePool, parent: Int[AnyArray, ""], child: Int[AnyArray, ""], length=None) -> PagePool:
     """Makes ``child`` share the first ``length`` keys (None: all) of ``parent``; what child held is released.
 
     Indices outside the pool, and a parent that is its own child, change nothing.
+
+    Raises:
+      TypeError, ValueError: no integers, or not one each.
     """
-    parent, child = as_int32("parent", parent), as_int32("child", child)
+    length = None if length is None else as_int32("length", length, ())
+    return _fork(pool, as_int32("parent", parent, ()), as_int32("child", child, ()), length)
+
+
+@jax.jit
+def _fork(pool, parent, child, length):
     sequences, width = pool.pages.shape
     live = (parent >= 0) & (parent < sequences) & (child >= 0) & (child < sequences) & (parent != child)
     parent, child = jnp.where(live, parent, 0), jnp.where(live, child, sequences)
     pool = release(pool, jnp.arange(sequences) == child)
     held = pool.lengths[parent]
-    length = held if length is None else jnp.clip(as_int32("length", length), 0, held)
+    length = held if length is None else jnp.clip(length, 0, held)
     used = jnp.arange(width) < _pages_of(length)
     pages = jnp.where(used, pool.pages[parent], 0)
     references = pool.references.at[jnp.where(used & live, pages, pool.references.shape[0])].add(1, mode="drop")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int32
 
-from k2i_jax._check import INT32_MAX, AnyArray, as_int32, check_array, is_traced
+from k2i_jax._check import INT32_MAX, AnyArray, as_int32, as_size, check_array, is_traced
 from k2i_jax.layout import PAGE_SIZE
 
 FULL_PAGE_SIZE = 256  # tokens a page of SGLang's main KV pool, whose tables index pages are derived from
@@ -49,6 +49,8 @@ class PageTable:
         Raises:
           TypeError, ValueError: not integers, or shapes that do not belong together.
         """
+        if max_query_len is not None:
+            max_query_len = as_size("max_query_len", max_query_len)
         table = cls(
             as_int32("pages", pages),
             as_int32("row_ends", row_ends),
@@ -61,7 +63,8 @@ class PageTable:
     @classmethod
     def from_rows(cls, pages: Int[AnyArray, "rows P"], row_ends: Int[AnyArray, "rows"]) -> "PageTable":
         """A sequence a row: decode, or a table that repeats a sequence's pages for each of its rows."""
-        starts = jnp.arange(np.shape(row_ends)[0] + 1, dtype=jnp.int32)
+        row_ends = as_int32("row_ends", row_ends, ("rows",))
+        starts = jnp.arange(row_ends.shape[0] + 1, dtype=jnp.int32)
         return cls.from_arrays(pages, row_ends, starts, max_query_len=1)
 
     @classmethod
@@ -69,7 +72,9 @@ class PageTable:
         cls, pages: Int[AnyArray, "sequences P"], row_ends: Int[AnyArray, "rows"], rows_per_sequence: int
     ) -> "PageTable":
         """``rows_per_sequence`` rows each, as speculative verify has (drafts + 1)."""
-        sequences, rows = np.shape(pages)[0], np.shape(row_ends)[0]
+        pages, row_ends = as_int32("pages", pages, ("sequences", "P")), as_int32("row_ends", row_ends, ("rows",))
+        sequences, rows = pages.shape[0], row_ends.shape[0]
+        rows_per_sequence = as_size("rows_per_sequence", rows_per_sequence, 0)
         if rows_per_sequence < 1 or sequences * rows_per_sequence != rows:
             raise ValueError(
                 f"rows_per_sequence: {sequences} sequences x {rows_per_sequence} rows do not make the {rows} row_ends"
@@ -97,11 +102,11 @@ class PageTable:
         Raises:
           ValueError: a ratio whose pages do not divide.
         """
+        ratio = as_size("ratio", ratio, 0)
         if ratio not in (1, 2, 4):
             raise ValueError(f"ratio: expected 1, 2 or 4 (256 tokens must make whole 64-key pages), got {ratio}")
         per_full = FULL_PAGE_SIZE // ratio // PAGE_SIZE
-        full = as_int32("full_pages", full_pages)
-        check_array("full_pages", full, (jnp.int32,), ("sequences", "F"))
+        full = as_int32("full_pages", full_pages, ("sequences", "F"))
         full = jnp.where((full < 0) | (full > INT32_MAX // per_full - 1), -1, full)
         pages = full[..., None] * per_full + jnp.arange(per_full, dtype=jnp.int32)
         pages = jnp.where(full[..., None] < 0, -1, pages).reshape(full.shape[0], -1)
@@ -183,15 +188,16 @@ def check_table(table) -> None:
 
 def decode_row_ends(seq_lens: Int[AnyArray, "sequences"], *, ratio: int = 1) -> Int32[Array, "sequences"]:
     """Row ends of a decode step: the row at position ``seq_len - 1`` sees ``seq_len // ratio`` keys."""
-    return verify_row_ends(as_int32("seq_lens", seq_lens) - 1, 1, ratio=ratio)
+    return verify_row_ends(as_int32("seq_lens", seq_lens, ("sequences",)) - 1, 1, ratio=ratio)
 
 
 def verify_row_ends(
     first_positions: Int[AnyArray, "sequences"], rows_per_sequence: int, *, ratio: int = 1
 ) -> Int32[Array, "rows"]:
     """Row ends of a verify step, whose rows stand at ``first_position + 0 .. rows_per_sequence - 1``."""
-    first = as_int32("first_positions", first_positions)
-    positions = first[:, None] + jnp.arange(rows_per_sequence, dtype=jnp.int32)
+    first = as_int32("first_positions", first_positions, ("sequences",))
+    offsets = jnp.arange(as_size("rows_per_sequence", rows_per_sequence), dtype=jnp.int32)
+    positions = _moved(first[:, None], offsets)
     return _visible(positions.reshape(-1), ratio)
 
 
@@ -212,12 +218,16 @@ def prefill_row_ends(
       ratio: tokens a key; a query at position p sees ``(p + 1) // ratio`` keys.
       step: distance between a sequence's rows: the rank count of context-parallel prefill, else 1.
     """
-    first, starts = as_int32("first_positions", first_positions), as_int32("query_start_loc", query_start_loc)
-    check_array("query_start_loc", starts, (jnp.int32,), (first.shape[0] + 1,))
+    first = as_int32("first_positions", first_positions, ("sequences",))
+    starts = as_int32("query_start_loc", query_start_loc, (first.shape[0] + 1,))
+    num_rows = as_size("num_rows", num_rows, 0)
+    if first.shape[0] == 0:
+        return jnp.zeros(num_rows, jnp.int32)
     rows, sequence = jnp.arange(num_rows, dtype=jnp.int32), _last_start(starts, num_rows)
     live: Bool[Array, "rows"] = (sequence >= 0) & (sequence < first.shape[0])
     sequence = jnp.where(live, sequence, 0)
-    return jnp.where(live, _visible(first[sequence] + step * (rows - starts[sequence]), ratio), 0)
+    positions = _moved(first[sequence], as_size("step", step) * (rows - starts[sequence]))
+    return jnp.where(live, _visible(positions, ratio), 0)
 
 
 def _last_start(starts, num_rows):
@@ -228,5 +238,10 @@ def _last_start(starts, num_rows):
     return jnp.searchsorted(starts, rows, side="right", method=method).astype(jnp.int32) - 1
 
 
+def _moved(first, offsets):
+    """``first + offsets``, which are not negative, and not past the last position that has a successor."""
+    return jnp.minimum(first, INT32_MAX - 1 - offsets) + offsets
+
+
 def _visible(positions, ratio):
-    return jnp.maximum(positions + 1, 0) // ratio
+    return jnp.maximum(positions + 1, 0) // as_size("ratio", ratio)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -277,8 +276,8 @@ def copy_pages(
     check_plane(other, "source_plane")
     if other.layout is not plane.layout:
         raise ValueError(f"source_plane: layout {other.layout}, plane has {plane.layout}; repack one of them first")
-    source, target = as_int32("source", source), as_int32("target", target)
-    check_array("target", target, (jnp.int32,), (math.prod(source.shape),))
+    source = as_int32("source", source, ("pages",))
+    target = as_int32("target", target, source.shape)
     return _copy_pages(plane, other, source, target)
 
 

@@ -61,7 +61,7 @@ def index_logits(
     """
     check_plane(plane)
     check_table(table)
-    weights = _check_queries(queries, weights, weight_scale, table.row_ends.shape[0])
+    weights = check_queries(queries, weights, weight_scale, table.row_ends.shape[0])
     choice = _resolve(implementation, interpret, config, plane)
     return _score("index", choice, queries, weights, plane, table, weight_scale)
 
@@ -84,12 +84,12 @@ def candidate_logits(
     """
     check_plane(plane)
     check_candidates(candidate_table)
-    weights = _check_queries(queries, weights, weight_scale, candidate_table.row_ends.shape[0])
+    weights = check_queries(queries, weights, weight_scale, candidate_table.row_ends.shape[0])
     choice = _resolve(implementation, interpret, config, plane)
     return _score("candidate", choice, queries, weights, plane, candidate_table, weight_scale)
 
 
-def _check_queries(queries, weights, weight_scale, rows):
+def check_queries(queries, weights, weight_scale, rows):
     if not isinstance(queries, FP4Array):
         raise TypeError(f"queries: expected a k2i_jax.FP4Array, got {type(queries).__name__}")
     check_array("queries.payload", queries.payload, (jnp.uint8,), (rows, "heads", PAYLOAD_BYTES))
@@ -98,6 +98,8 @@ def _check_queries(queries, weights, weight_scale, rows):
     if heads % 16 or not 0 < heads <= MAX_HEADS:
         raise ValueError(f"queries: expected a multiple of 16 heads up to {MAX_HEADS}, got {heads}")
     check_array("weights", weights, (jnp.float32, jnp.bfloat16), (rows, heads))
+    if not hasattr(weight_scale, "dtype") and not isinstance(weight_scale, int | float):
+        raise TypeError(f"weight_scale: expected a number, got {weight_scale!r}")
     if jnp.shape(weight_scale):
         raise ValueError(
             f"weight_scale: expected a scalar, got shape {list(jnp.shape(weight_scale))}; scale the weights"

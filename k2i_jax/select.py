@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int, Int32
 
-from k2i_jax._check import AnyArray, as_int32, check_array
+from k2i_jax._check import AnyArray, as_int32, as_size, check_array
 from k2i_jax._radix import NEGATIVE_INF, NONE, PINNED, columns_of, order_keys, seen_keys, top
 from k2i_jax._rows import map_rows, table_part
 from k2i_jax.candidates import (
@@ -24,7 +24,7 @@ from k2i_jax.kernels.config import Config
 from k2i_jax.layout import SUB_PAGE_SIZE
 from k2i_jax.page_table import PageTable, check_table
 from k2i_jax.plane import IndexKPlane
-from k2i_jax.score import candidate_logits, index_logits
+from k2i_jax.score import candidate_logits, check_queries, index_logits
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["positions", "slots", "count"], meta_fields=[])
@@ -72,8 +72,7 @@ def select_candidate_blocks(
     row_ends = as_int32("row_ends", row_ends)
     check_array("logits", logits, (jnp.float32,), ("rows", "width"))
     check_array("row_ends", row_ends, (jnp.int32,), (logits.shape[0],))
-    if topk_blocks < 1 or block_size < 1:
-        raise ValueError(f"topk_blocks, block_size: expected at least 1, got {topk_blocks}, {block_size}")
+    topk_blocks, block_size = as_size("topk_blocks", topk_blocks), as_size("block_size", block_size)
     choice = check_name(implementation, interpret), interpret
     return _select_blocks(jnp.asarray(logits), row_ends, topk_blocks, block_size, choice)
 
@@ -134,10 +133,8 @@ def select_topk(
     else:
         check_table(table)
     check_array("logits", logits, (jnp.float32,), (table.row_ends.shape[0], table.width))
-    if k < 1:
-        raise ValueError(f"k: expected at least 1, got {k}")
     choice = check_name(implementation, interpret), interpret
-    return _select_topk(jnp.asarray(logits), table, k, choice)
+    return _select_topk(jnp.asarray(logits), table, as_size("k", k), choice)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -226,8 +223,8 @@ def source(
       What ``select_topk`` and ``select_candidate_blocks`` would return for the whole logits.
     """
     check_table(table)
-    if rows_per_step < 1:
-        raise ValueError(f"rows_per_step: expected at least 1, got {rows_per_step}")
+    weights = check_queries(queries, weights, weight_scale, table.row_ends.shape[0])
+    rows_per_step = as_size("rows_per_step", rows_per_step)
     options: dict = {
         "weight_scale": weight_scale,
         "implementation": implementation,

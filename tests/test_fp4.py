@@ -275,3 +275,9 @@ def test_float64_is_refused(function):
 def test_recipe_error():
     with pytest.raises(TypeError, match=r"recipe: expected .*FP4Recipe.*'sglang'"):
         quantize_fp4(jnp.zeros(32), "sglang")
+
+
+def test_no_rows():
+    empty = np.zeros((0, 128), np.float32)
+    assert quantize_fp4(empty).payload.shape == (0, 64)
+    assert fake_quant_fp4(empty).shape == (0, 128)

@@ -174,7 +174,7 @@ def test_create():
     assert (pool.references.tolist(), pool.pages.shape, pool.lengths.tolist()) == ([1, 0, 0, 0, 0], (2, 3), [0, 0])
     assert pool.num_free == 4
     for sizes in ((1, 1, 1), (2, 0, 1), (2, 1, 0)):
-        with pytest.raises(ValueError, match=r"num_pages, sequences, pages_per_sequence: .*{}, {}, {}".format(*sizes)):
+        with pytest.raises(ValueError, match=r"(num_pages|sequences|pages_per_sequence): expected an integer"):
             PagePool.create(*sizes)
 
 
@@ -186,6 +186,24 @@ def test_static_errors():
         k.append(pool, np.zeros(3), max_new=4)
     with pytest.raises(ValueError, match=r"lengths: expected shape \[3\], got \[4\]"):
         k.truncate(pool, np.zeros(4, int))
+    with pytest.raises(TypeError, match="max_new: expected an integer"):
+        k.append(pool, np.zeros(3, int), max_new=1.0)
+    with pytest.raises(ValueError, match="max_new: expected an integer of at least 0, got -1"):
+        k.append(pool, np.zeros(3, int), max_new=-1)
+    for ids in ([1], [0, 1, 2], 2):  # would be taken for marks
+        with pytest.raises(TypeError, match="ended: expected bool"):
+            k.release(pool, np.array(ids))
+    with pytest.raises(ValueError, match=r"ended: expected shape \[3\], got \[1\]"):
+        k.release(pool, np.array([True]))
+
+
+def test_wide_integers_and_lists():
+    """Values past int32 saturate; without that 2^32 + 1 would be a 1."""
+    pool, _ = k.append(PagePool.create(9, 3, 2), [5, 6, 2**32 + 1], max_new=7)
+    assert pool.lengths.tolist() == [5, 6, 7]
+    assert k.truncate(pool, [2**32, 1, 2**40]).lengths.tolist() == [5, 1, 7]
+    assert k.fork(pool, 0, np.array(2**32 + 1)).lengths.tolist() == [5, 6, 7]
+    assert k.release(pool, [True, False, True]).lengths.tolist() == [0, 6, 0]
 
 
 def test_decode_loop_in_a_scan():

@@ -32,7 +32,7 @@ def test_from_verify():
     table = PageTable.from_verify(case["page_table"], case["lengths"], 6)
     assert np.array_equal(table.row_sequences(), case["row_to_seq"])
     assert table.max_query_len == 6
-    for rows in (5, 0, -6, 12):
+    for rows in (5, 0, 12):
         with pytest.raises(ValueError, match=r"rows_per_sequence: 2 sequences x .* 12 row_ends"):
             PageTable.from_verify(case["page_table"], case["lengths"], rows)
 
@@ -162,6 +162,7 @@ def test_prefill_row_ends(step, ratio):
 
 
 def test_prefill_rows_before_the_first_sequence():
+    assert k.prefill_row_ends([], [0], 4).tolist() == [0, 0, 0, 0]
     got = k.prefill_row_ends(np.array([4]), np.array([2, 4]), 6)
     assert np.array_equal(got, [0, 0, 5, 6, 0, 0])
 
@@ -229,3 +230,25 @@ def test_everything_is_built_inside_jit():
     ends, slots = build(np.array([[1, 2], [3, 4]]), np.array([9, 99]), np.array([7, 300]))
     assert np.array_equal(ends, [8, 9, 10, 128, 128, 128])
     assert np.array_equal(slots, [[128, 198], [8 * 64 + 1, -1]])
+
+
+def test_row_ends_saturate():
+    last = 2**31 - 1
+    assert k.decode_row_ends([2**40]).tolist() == [last]
+    assert k.verify_row_ends([2**40, last - 3], 3).tolist() == [last, last, last, last - 2, last - 1, last]
+    assert k.prefill_row_ends([last - 1], [0, 4], 4).tolist() == [last] * 4
+
+
+def test_sizes_and_ranks_of_row_ends():
+    for error, match, make in (
+        (ValueError, "ratio: expected an integer of at least 1, got 0", lambda: k.decode_row_ends([5], ratio=0)),
+        (TypeError, "ratio: expected an integer", lambda: k.decode_row_ends([5], ratio=1.5)),
+        (ValueError, r"seq_lens: expected shape \[sequences\], got \[1, 1\]", lambda: k.decode_row_ends([[5]])),
+        (ValueError, "rows_per_sequence: expected an integer of at least 1", lambda: k.verify_row_ends([5], 0)),
+        (TypeError, "num_rows: expected an integer", lambda: k.prefill_row_ends([5], [0, 1], 1.0)),
+        (ValueError, r"row_ends: expected shape \[rows\], got \[\]", lambda: PageTable.from_rows([[1]], 5)),
+        (TypeError, "rows_per_sequence: .*static", lambda: jax.jit(lambda n: k.verify_row_ends([5], n))(2)),
+        (ValueError, "max_query_len: ", lambda: PageTable.from_arrays([[1]], [5], [0, 1], max_query_len=-1)),
+    ):
+        with pytest.raises(error, match=match):
+            make()

@@ -268,3 +268,12 @@ def test_source_of_the_golden_case():
     assert [rows_of(x) for x in selection.positions] == reference.select_topk(case["logits_fp64"], case["lengths"], 64)
     for ours, theirs in zip(blocks.ids, case["candidate_ids"], strict=True):
         assert set(rows_of(ours)) == set(theirs[theirs >= 0].tolist())
+
+
+def test_a_start_far_below_the_rows_does_not_wrap():
+    """The rows' part of such a table is that of the whole, however few rows are scored at a time."""
+    batch = random_batch(1, [70] * 4, columns=2, num_pages=12, heads=16)
+    table = PageTable.from_arrays(np.asarray(batch.table.pages)[:1], batch.table.row_ends, [-(2**31), 4])
+    whole, few = (k.source(*batch.args[:3], table, k=3, rows_per_step=n)[0] for n in (64, 2))
+    assert whole.count.tolist() == [3, 3, 3, 3]
+    assert np.array_equal(few.positions, whole.positions)
