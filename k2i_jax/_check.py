@@ -38,9 +38,7 @@ def as_int32(name: str, x: Any, shape: tuple[int | str, ...] | None = None) -> I
       ValueError: it has not the ``shape`` that is asked for, where a string stands for any size.
     """
     if not isinstance(x, jax.Array):
-        x = np.asarray(x)
-        if x.size == 0 and x.dtype == np.float64:  # what an empty list becomes
-            x = x.astype(np.int32)
+        x = np.asarray(x, np.int32 if isinstance(x, list | tuple) and not x else None)  # else [] were float64
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name}: expected an integer array, got {x.dtype} {list(x.shape)}")
     if x.dtype != jnp.int32 and jnp.iinfo(x.dtype).max > INT32_MAX:

@@ -34,9 +34,7 @@ class CandidateBlocks:
         Raises:
           TypeError, ValueError: not integers of rank 2.
         """
-        ids = as_int32("ids", ids)
-        check_array("ids", ids, (jnp.int32,), ("rows", "B"))
-        return _canonical(ids)
+        return _canonical(as_int32("ids", ids, ("rows", "B")))
 
 
 @jax.jit

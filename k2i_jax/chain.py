@@ -154,8 +154,7 @@ def key_slots(table: PageTable, positions: Int[AnyArray, "rows"], *, ratio: int 
       TypeError, ValueError: wrong types or shapes, a ratio below 1.
     """
     check_table(table)
-    positions = as_int32("positions", positions)
-    check_array("positions", positions, (jnp.int32,), table.row_ends.shape)
+    positions = as_int32("positions", positions, table.row_ends.shape)
     ratio = as_size("ratio", ratio)
     keys = positions // ratio
     complete = (positions >= 0) & (positions % ratio == ratio - 1) & (keys < table.live_ends())

@@ -150,7 +150,7 @@ def _truncate(pool, lengths):
     return PagePool(references, jnp.where(dropped, 0, pool.pages), lengths)
 
 
-def release(pool: PagePool, ended: Bool[Array, "sequences"]) -> PagePool:
+def release(pool: PagePool, ended: Bool[AnyArray, "sequences"]) -> PagePool:
     """Empties the sequences marked in ``ended``.
 
     Raises:

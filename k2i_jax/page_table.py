@@ -74,8 +74,8 @@ class PageTable:
         """``rows_per_sequence`` rows each, as speculative verify has (drafts + 1)."""
         pages, row_ends = as_int32("pages", pages, ("sequences", "P")), as_int32("row_ends", row_ends, ("rows",))
         sequences, rows = pages.shape[0], row_ends.shape[0]
-        rows_per_sequence = as_size("rows_per_sequence", rows_per_sequence, 0)
-        if rows_per_sequence < 1 or sequences * rows_per_sequence != rows:
+        rows_per_sequence = as_size("rows_per_sequence", rows_per_sequence)
+        if sequences * rows_per_sequence != rows:
             raise ValueError(
                 f"rows_per_sequence: {sequences} sequences x {rows_per_sequence} rows do not make the {rows} row_ends"
             )
@@ -100,9 +100,9 @@ class PageTable:
           query_start_loc: i32[sequences + 1]; None for a sequence a row.
 
         Raises:
-          ValueError: a ratio whose pages do not divide.
+          TypeError, ValueError: no integers, wrong ranks, a ratio whose pages do not divide.
         """
-        ratio = as_size("ratio", ratio, 0)
+        ratio = as_size("ratio", ratio)
         if ratio not in (1, 2, 4):
             raise ValueError(f"ratio: expected 1, 2 or 4 (256 tokens must make whole 64-key pages), got {ratio}")
         per_full = FULL_PAGE_SIZE // ratio // PAGE_SIZE
@@ -135,8 +135,7 @@ class PageTable:
 
     def slots(self, positions: Int[AnyArray, "rows n"]) -> Int32[Array, "rows n"]:
         """Pool slots ``page * 64 + position % 64``; -1 for padding (-1), past the table and for negative pages."""
-        positions = as_int32("positions", positions)
-        check_array("positions", positions, (jnp.int32,), (self.row_ends.shape[0], "n"))
+        positions = as_int32("positions", positions, (self.row_ends.shape[0], "n"))
         pages = self.row_pages(jnp.where(positions >= 0, positions // PAGE_SIZE, -1))
         live = (pages >= 0) & (pages <= INT32_MAX // PAGE_SIZE - 1)
         return jnp.where(live, pages * PAGE_SIZE + positions % PAGE_SIZE, -1)
@@ -187,14 +186,22 @@ def check_table(table) -> None:
 
 
 def decode_row_ends(seq_lens: Int[AnyArray, "sequences"], *, ratio: int = 1) -> Int32[Array, "sequences"]:
-    """Row ends of a decode step: the row at position ``seq_len - 1`` sees ``seq_len // ratio`` keys."""
-    return verify_row_ends(as_int32("seq_lens", seq_lens, ("sequences",)) - 1, 1, ratio=ratio)
+    """Row ends of a decode step: the row at position ``seq_len - 1`` sees ``seq_len // ratio`` keys.
+
+    Raises:
+      TypeError, ValueError: no integers, wrong ranks, a ratio below 1.
+    """
+    return _visible(jnp.maximum(as_int32("seq_lens", seq_lens, ("sequences",)), 0) - 1, ratio)
 
 
 def verify_row_ends(
     first_positions: Int[AnyArray, "sequences"], rows_per_sequence: int, *, ratio: int = 1
 ) -> Int32[Array, "rows"]:
-    """Row ends of a verify step, whose rows stand at ``first_position + 0 .. rows_per_sequence - 1``."""
+    """Row ends of a verify step, whose rows stand at ``first_position + 0 .. rows_per_sequence - 1``.
+
+    Raises:
+      TypeError, ValueError: no integers, wrong ranks, a size below 1.
+    """
     first = as_int32("first_positions", first_positions, ("sequences",))
     offsets = jnp.arange(as_size("rows_per_sequence", rows_per_sequence), dtype=jnp.int32)
     positions = _moved(first[:, None], offsets)
@@ -217,6 +224,9 @@ def prefill_row_ends(
       num_rows: rows, padding included; a row in no sequence ends at 0.
       ratio: tokens a key; a query at position p sees ``(p + 1) // ratio`` keys.
       step: distance between a sequence's rows: the rank count of context-parallel prefill, else 1.
+
+    Raises:
+      TypeError, ValueError: no integers, shapes that do not belong together, a size below 1 (num_rows: below 0).
     """
     first = as_int32("first_positions", first_positions, ("sequences",))
     starts = as_int32("query_start_loc", query_start_loc, (first.shape[0] + 1,))

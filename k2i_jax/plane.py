@@ -180,8 +180,7 @@ def write_keys(
     """
     check_plane(plane)
     _check_writable(plane, "writing")
-    slots = as_int32("slots", slots)
-    check_array("slots", slots, (jnp.int32,), ("keys",))
+    slots = as_int32("slots", slots, ("keys",))
     if not isinstance(keys, FP4Array):
         raise TypeError(f"keys: expected a k2i_jax.FP4Array, got {type(keys).__name__}")
     check_array("keys.payload", keys.payload, (jnp.uint8,), (slots.shape[0], PAYLOAD_BYTES))

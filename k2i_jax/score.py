@@ -90,6 +90,7 @@ def candidate_logits(
 
 
 def check_queries(queries, weights, weight_scale, rows):
+    """The weights as an array; raises unless they and the queries are those of ``rows`` rows."""
     if not isinstance(queries, FP4Array):
         raise TypeError(f"queries: expected a k2i_jax.FP4Array, got {type(queries).__name__}")
     check_array("queries.payload", queries.payload, (jnp.uint8,), (rows, "heads", PAYLOAD_BYTES))

@@ -69,9 +69,8 @@ def select_candidate_blocks(
       TypeError, ValueError: wrong types or shapes, sizes below 1, an implementation that cannot do it.
       NotImplementedError: as in :func:`select_topk`.
     """
-    row_ends = as_int32("row_ends", row_ends)
     check_array("logits", logits, (jnp.float32,), ("rows", "width"))
-    check_array("row_ends", row_ends, (jnp.int32,), (logits.shape[0],))
+    row_ends = as_int32("row_ends", row_ends, (logits.shape[0],))
     topk_blocks, block_size = as_size("topk_blocks", topk_blocks), as_size("block_size", block_size)
     choice = check_name(implementation, interpret), interpret
     return _select_blocks(jnp.asarray(logits), row_ends, topk_blocks, block_size, choice)

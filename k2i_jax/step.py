@@ -168,8 +168,7 @@ def _layer(
     name = f"layers[{number}]"
     if not isinstance(inputs, LayerInputs):
         raise TypeError(f"{name}: expected a k2i_jax.LayerInputs, got {type(inputs).__name__}")
-    positions = as_int32("positions", positions)
-    check_array("positions", positions, (jnp.int32,), ("rows",))
+    positions = as_int32("positions", positions, ("rows",))
     check_table(table)
     check_array(f"tables[{entry.ratio}].row_ends", table.row_ends, (jnp.int32,), positions.shape)
     check_plane(plane, f"planes[{entry.keys}]")
@@ -198,9 +197,8 @@ def _layer(
 
 
 def _write(spec, ratio, plane, inputs, positions, slots, name):
-    positions, slots = as_int32("key_positions", positions), as_int32(f"key_slots[{ratio}]", slots)
-    check_array("key_positions", positions, (jnp.int32,), ("tokens",))
-    check_array(f"key_slots[{ratio}]", slots, (jnp.int32,), positions.shape)
+    positions = as_int32("key_positions", positions, ("tokens",))
+    slots = as_int32(f"key_slots[{ratio}]", slots, positions.shape)
     keys = inputs.keys
     if not isinstance(keys, FP4Array):
         check_array(f"{name}.keys", keys, (jnp.float32, jnp.bfloat16), (positions.shape[0], HEAD_DIM))

@@ -173,8 +173,12 @@ def test_create():
     pool = PagePool.create(5, 2, 3)
     assert (pool.references.tolist(), pool.pages.shape, pool.lengths.tolist()) == ([1, 0, 0, 0, 0], (2, 3), [0, 0])
     assert pool.num_free == 4
-    for sizes in ((1, 1, 1), (2, 0, 1), (2, 1, 0)):
-        with pytest.raises(ValueError, match=r"(num_pages|sequences|pages_per_sequence): expected an integer"):
+    for sizes, match in (
+        ((1, 1, 1), "^num_pages: expected an integer of at least 2, got 1"),
+        ((2, 0, 1), "^sequences: expected an integer of at least 1, got 0"),
+        ((2, 1, 0), "^pages_per_sequence: expected an integer of at least 1, got 0"),
+    ):
+        with pytest.raises(ValueError, match=match):
             PagePool.create(*sizes)
 
 

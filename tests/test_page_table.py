@@ -32,8 +32,9 @@ def test_from_verify():
     table = PageTable.from_verify(case["page_table"], case["lengths"], 6)
     assert np.array_equal(table.row_sequences(), case["row_to_seq"])
     assert table.max_query_len == 6
-    for rows in (5, 0, 12):
-        with pytest.raises(ValueError, match=r"rows_per_sequence: 2 sequences x .* 12 row_ends"):
+    for rows in (5, 0, -6, 12):
+        wrong = f"2 sequences x {rows} rows .* 12 row_ends" if rows > 0 else f"expected an integer .*1, got {rows}"
+        with pytest.raises(ValueError, match=f"rows_per_sequence: {wrong}"):
             PageTable.from_verify(case["page_table"], case["lengths"], rows)
 
 
@@ -63,7 +64,7 @@ def test_from_full_pages_with_ragged_rows():
     assert np.array_equal(table.pages, [[2, 3], [4, 5]])
     assert np.array_equal(table.row_sequences(), [0, 1, 1])
     for ratio in (0, 3, 8, 256):
-        with pytest.raises(ValueError, match=f"ratio: expected 1, 2 or 4 .*{ratio}"):
+        with pytest.raises(ValueError, match=f"ratio: expected (1, 2 or 4|an integer of at least 1).* got {ratio}$"):
             PageTable.from_full_pages(np.array([[1]]), np.array([5]), ratio=ratio)
     with pytest.raises(ValueError, match=r"full_pages: .*\[1\]"):
         PageTable.from_full_pages(np.array([1]), np.array([5]), ratio=1)
@@ -234,7 +235,7 @@ def test_everything_is_built_inside_jit():
 
 def test_row_ends_saturate():
     last = 2**31 - 1
-    assert k.decode_row_ends([2**40]).tolist() == [last]
+    assert k.decode_row_ends([2**40, -(2**31), -(2**40)]).tolist() == [last, 0, 0]
     assert k.verify_row_ends([2**40, last - 3], 3).tolist() == [last, last, last, last - 2, last - 1, last]
     assert k.prefill_row_ends([last - 1], [0, 4], 4).tolist() == [last] * 4
 
