@@ -85,6 +85,13 @@ def decode_e8m0(scale: UInt8[Array, "*n"]) -> Float32[Array, "*n"]:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
+def scale_by_powers(x: Float32[Array, "*n"], exponent: Int32[Array, "*n"]) -> Float32[Array, "*n"]:
+    """``x * 2^exponent`` for exponents in [-254, 254]: two factors, as one would not fit float32's range."""
+    half = exponent >> 1
+    power = lambda e: lax.bitcast_convert_type((jnp.maximum(e, -126) + 127) << 23, jnp.float32)  # 2^-127: zero anyway
+    return x * power(half) * power(exponent - half)
+
+
 def unpack_nibbles(payload: UInt8[Array, "*n bytes"]) -> UInt8[Array, "*n bytes 2"]:
     """Codes of each byte, low nibble (even dim) first."""
     return (payload[..., None] >> jnp.array([0, 4], jnp.uint8)) & 15

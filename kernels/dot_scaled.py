@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plt
 
+from k2i_jax.fp4 import scale_by_powers
 from k2i_jax.kernels import _jax_private as private
 
 GROUP_BYTES = 16  # payload bytes that share one scale: 32 dims
@@ -37,13 +38,6 @@ def e2m1(code):
     magnitude = code & 7
     bits = jnp.where(magnitude >= 2, (magnitude << 22) + 0x3F000000, magnitude * 0x3F000000)
     return float_bits(bits | ((code & 8) << 28))
-
-
-def scale_by_powers(x, exponent):
-    """``x * 2^exponent`` in f32 for int32 exponents in [-254, 254]: two factors, as one would not fit f32's range."""
-    half = exponent >> 1
-    power = lambda e: float_bits((jnp.maximum(e, -126) + 127) << 23)  # 2^-127 squared is zero either way
-    return x * power(half) * power(exponent - half)
 
 
 def add_groups(group):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plt
 
+from k2i_jax.fp4 import scale_by_powers
 from k2i_jax.kernels._jax_private import load_words
 from k2i_jax.kernels.dot_scaled import (
     HEADS,
@@ -19,7 +20,6 @@ from k2i_jax.kernels.dot_scaled import (
     float_bits,
     iota,
     multiply,
-    scale_by_powers,
     sum_heads,
     unpack_high,
     unpack_low,

@@ -3,8 +3,9 @@
 The same bits whatever surrounds a key. Each (row, tile) runs one loop body of one static shape, and nothing in it
 depends on where in the tile a key lies:
 
-- a dot never spans two scale groups. Its products are small integers times one power of two, so the dot is
-  exact in any order and in any precision that holds e2m1 exactly (bfloat16 does);
+- a dot never spans two scale groups and takes bare codes. Its products are multiples of 1/4 up to 36, so the dot is
+  exact in any order and in any precision that holds e2m1 exactly (bfloat16 does). The scales follow, as powers of
+  two, so that nothing overflows or vanishes on the way to a sum that f32 holds;
 - the four groups are added as (0 + 1) + (2 + 3), the heads by halving. The barrier before the heads' sum keeps
   the compiler from contracting a product and an addition into one rounding.
 
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32
 
-from k2i_jax.fp4 import FP4Array, decode_e2m1, decode_e8m0
+from k2i_jax.fp4 import FP4Array, decode_e2m1, scale_by_powers
 from k2i_jax.layout import PAGE_SIZE, SCALE_BYTES, SUB_PAGE_SIZE, gather_keys
 from k2i_jax.plane import IndexKPlane
 
@@ -24,9 +25,9 @@ TILE = 1024  # keys a step
 
 
 def _operand(payload, scale):
-    """``u8[n, 4, 16], u8[n, 4] -> f32[4, n, 16] twice``: the even and the odd dims of each group."""
-    payload, scale = payload.transpose(1, 0, 2), decode_e8m0(scale.T)[:, :, None]
-    return decode_e2m1(payload & 15) * scale, decode_e2m1(payload >> 4) * scale
+    """``u8[n, 4, 16], u8[n, 4] -> f32[4, n, 16] twice, i32[4, n]``: codes of the even and odd dims, scale bytes."""
+    payload = payload.transpose(1, 0, 2)
+    return decode_e2m1(payload & 15), decode_e2m1(payload >> 4), scale.T.astype(jnp.int32)
 
 
 def _dots(query, key):
@@ -36,7 +37,9 @@ def _dots(query, key):
         dims = (((2,), (2,)), ((0,), (0,)))
         return lax.dot_general(q, k, dims, precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32)
 
-    groups = half(query[0], key[0]) + half(query[1], key[1])
+    q_scale, k_scale = query[2][:, :, None], key[2][:, None, :]
+    groups = scale_by_powers(half(query[0], key[0]) + half(query[1], key[1]), q_scale + k_scale - 254)
+    groups = jnp.where((q_scale == 255) | (k_scale == 255), jnp.nan, groups)
     return jnp.maximum((groups[0] + groups[1]) + (groups[2] + groups[3]), 0.0)
 
 

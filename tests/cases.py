@@ -128,12 +128,14 @@ def random_batch(
     columns: int = 17,
     num_pages: int = 70,
     scales=(122, 132),
+    query_scales=None,
     layout=k.PageLayout.PAGE64,
 ) -> Batch:
     """Random keys in shuffled pages. No byte outside the live region is finite: garbage ids, 0xFF bytes.
 
     Args:
       row_ends: of each row; ``starts`` (query_start_loc) groups the rows, None for a sequence a row.
+      scales, query_scales: ranges of the scale bytes; the queries' default to the keys'.
       columns: pages a table row; columns past what a sequence needs hold padding of every kind.
     """
     rng = np.random.default_rng(seed)
@@ -149,7 +151,7 @@ def random_batch(
             slots.extend(int(pages[s, column]) * 64 + np.arange(min(64, length - 64 * column)))
     slots = np.array(slots, np.int64)
     keys = random_fp4(rng, len(slots), scales=scales)
-    queries = random_fp4(rng, len(row_ends), heads, scales=scales)
+    queries = random_fp4(rng, len(row_ends), heads, scales=query_scales or scales)
     weights = rng.standard_normal((len(row_ends), heads)).astype(np.float32) * 0.01
     plane = packed_plane(layout, num_pages, slots, keys.payload, keys.scale)
     return Batch(queries, weights, plane, k.PageTable.from_arrays(pages, row_ends, starts), keys, slots)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import k2i_jax as k
-from k2i_jax import CandidateBlocks, FP4Array, IndexKPlane, PageLayout, PageTable, reference
+from k2i_jax import CandidateBlocks, FP4Array, FP4Recipe, IndexKPlane, PageLayout, PageTable, reference
 
 TOLERANCE = 1e-6  # of the norm of the sum of absolute terms: only the sum over heads rounds
 BOUNDARIES = [-5, 0, 1, 7, 8, 9, 63, 64, 65, 511, 512, 513, 1023, 1024, 1025, 1088, 1089, 2000]
@@ -83,6 +83,26 @@ def test_boundary_lengths(layout, implementation, scales):
     expected, magnitude = reference.index_logits(*batch.args)
     error = reference.relative_error(logits, expected, magnitude)
     assert (error <= TOLERANCE).all()
+
+
+@pytest.mark.parametrize(("keys", "queries"), [((0, 50), (210, 255)), ((210, 255), (0, 50)), ((250, 255), (0, 3))])
+def test_scales_meet_before_anything_overflows(layout, implementation, keys, queries):
+    """Huge keys and tiny queries, and the reverse: their product is an ordinary number."""
+    batch = random_batch(7, [1088, 65, 1], scales=keys, query_scales=queries, layout=layout)
+    check_against_reference(k.index_logits(*batch.args, **implementation), batch)
+
+
+def test_an_infinite_key_meets_a_tiny_query(layout, implementation):
+    batch = random_batch(8, [64], heads=16, layout=layout)
+    keys = np.full((64, 128), 1.0, np.float32)
+    keys[5, 40] = np.inf  # scale byte 254 there, code 7
+    queries = np.full((1, 16, 128), 1e-4, np.float32)
+    plane = k.write_keys(batch.plane, batch.slots, k.quantize_fp4(keys, FP4Recipe.DEEPSEEK))
+    queries = k.quantize_fp4(queries, FP4Recipe.DEEPSEEK)
+    batch = batch._replace(queries=queries, plane=plane, weights=np.ones((1, 16), np.float32))
+    logits = np.asarray(k.index_logits(*batch.args, **implementation))
+    check_against_reference(logits, batch)
+    assert 1e30 < logits[0, 5] < np.inf
 
 
 @pytest.mark.parametrize("heads", [16, 48, 64, 128])
