@@ -1,6 +1,7 @@
 """Checks of static facts, shared by the public ops: each names the argument, what came and what was expected."""
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jaxtyping import Array, Int32
 INT32_MAX = 2**31 - 1
 
 AnyArray = jax.Array | np.ndarray  # what public ops take wherever values come in
+FLOATS = (jnp.float32, jnp.bfloat16)  # of head weights, projections and norms
 
 
 def check_array(name: str, x: Any, dtypes: tuple, shape: tuple[int | str, ...]) -> None:
@@ -47,6 +49,24 @@ def as_int32(name: str, x: Any, shape: tuple[int | str, ...] | None = None) -> I
     if shape is not None:
         check_array(name, x, (jnp.int32,), shape)
     return x
+
+
+class Jitted:
+    """``jax.jit`` for functions that take index arrays: 64-bit NumPy integers saturate, which jit alone would wrap."""
+
+    def __init__(self, function: Callable, **options):
+        self._jitted = jax.jit(function, **options)
+
+    def __call__(self, *args, **kwargs):
+        args, kwargs = jax.tree.map(_narrow, (args, kwargs))
+        return self._jitted(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:  # lower, trace, eval_shape, clear_cache
+        return getattr(self._jitted, name)
+
+
+def _narrow(x):
+    return as_int32("", x) if isinstance(x, np.ndarray) and x.dtype in (np.int64, np.uint64) else x
 
 
 def as_size(name: str, value: Any, least: int = 1) -> int:

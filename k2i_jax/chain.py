@@ -10,12 +10,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from k2i_jax._check import AnyArray, as_int32, as_size, check_array
+from k2i_jax._check import FLOATS, AnyArray, as_int32, as_size, check_array
 from k2i_jax.fp4 import FP4Array, FP4Recipe, fake_quant_fp4, quantize_fp4
+from k2i_jax.layout import HEAD_DIM
 from k2i_jax.page_table import PageTable, check_table
-
-HEAD_DIM = 128
-_FLOATS = (jnp.float32, jnp.bfloat16)
 
 
 def _to_bf16(x: Float32[Array, "*n"]) -> Float32[Array, "*n"]:
@@ -78,8 +76,8 @@ def index_keys(
     Raises:
       TypeError, ValueError: wrong types or shapes.
     """
-    check_array("x", x, _FLOATS, ("keys", HEAD_DIM))
-    check_array("norm_weight", norm_weight, _FLOATS, (HEAD_DIM,))
+    check_array("x", x, FLOATS, ("keys", HEAD_DIM))
+    check_array("norm_weight", norm_weight, FLOATS, (HEAD_DIM,))
     _check_rotations(rotations, x.shape[0])
     return _keys(x, norm_weight, rotations, eps)
 
@@ -103,7 +101,7 @@ def index_queries(x: Float[AnyArray, "rows heads 128"], rotations: Float32[AnyAr
     Raises:
       TypeError, ValueError: wrong types or shapes.
     """
-    check_array("x", x, _FLOATS, ("rows", "heads", HEAD_DIM))
+    check_array("x", x, FLOATS, ("rows", "heads", HEAD_DIM))
     _check_rotations(rotations, x.shape[0])
     return _queries(x, rotations)
 
@@ -129,7 +127,7 @@ def head_weights(x: Float[AnyArray, "rows heads"], *, scale: float | None = None
     Raises:
       TypeError, ValueError: wrong types or shapes.
     """
-    check_array("x", x, _FLOATS, ("rows", "heads"))
+    check_array("x", x, FLOATS, ("rows", "heads"))
     return _weights(x, np.float32((HEAD_DIM * x.shape[1]) ** -0.5 if scale is None else scale))
 
 

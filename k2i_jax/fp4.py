@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, UInt8
 
-from k2i_jax._check import AnyArray
-from k2i_jax.layout import GROUP
+from k2i_jax._check import AnyArray, check_array
+from k2i_jax.layout import GROUP, PAYLOAD_BYTES, SCALE_BYTES
 
 _INF = 0x7F800000
 # Midpoints of the e2m1 grid 0 .5 1 1.5 2 3 4 6 as float32 (exponent field, mantissa): .25 .75 1.25 1.75 2.5 3.5 5
@@ -68,6 +68,14 @@ class FP4Array:
     def dequantize(self, dtype: Any = jnp.float32) -> Float[Array, "*batch dims"]:
         """Values in ``dtype``: exact in float32 and bfloat16, save that a backend may flush 2^-127 and below."""
         return _dequantize(self, jnp.dtype(dtype))
+
+
+def check_fp4(name: str, x: Any, shape: tuple[int | str, ...]) -> None:
+    """Raises unless ``x`` is an ``FP4Array`` of ``shape + (128,)``, where a string stands for any size."""
+    if not isinstance(x, FP4Array):
+        raise TypeError(f"{name}: expected a k2i_jax.FP4Array, got {type(x).__name__}")
+    check_array(f"{name}.payload", x.payload, (jnp.uint8,), (*shape, PAYLOAD_BYTES))
+    check_array(f"{name}.scale", x.scale, (jnp.uint8,), (*x.payload.shape[:-1], SCALE_BYTES))
 
 
 def decode_e2m1(codes: UInt8[Array, "*n"]) -> Float32[Array, "*n"]:

@@ -3,14 +3,12 @@
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from k2i_jax._check import check_array
+from k2i_jax._check import FLOATS, check_array
 from k2i_jax._rows import map_rows, table_part
 from k2i_jax.candidates import CandidateTable, candidate_table, check_candidates
-from k2i_jax.chain import HEAD_DIM
-from k2i_jax.fp4 import FP4Array
+from k2i_jax.fp4 import FP4Array, check_fp4
 from k2i_jax.layout import PageLayout
 from k2i_jax.page_table import PageTable, check_table
 from k2i_jax.plane import IndexKPlane, check_plane
@@ -144,20 +142,8 @@ class Lookup:
         check_layout(plane, ratio, self.page8)
         if ratio not in self.spec.ratios:
             raise ValueError(f"ratio: expected one of the spec's {list(self.spec.ratios)}, got {ratio!r}")
-        if not isinstance(queries, FP4Array):
-            raise TypeError(f"queries: expected a k2i_jax.FP4Array, got {type(queries).__name__}")
-        check_heads("queries", queries, self.spec.heads)
-        check_array("queries.payload", queries.payload, (jnp.uint8,), (rows, self.spec.heads, HEAD_DIM // 2))
-        check_array("weights", weights, (jnp.float32, jnp.bfloat16), (rows, self.spec.heads))
-
-
-def check_heads(name: str, queries: Any, heads: int) -> None:
-    """Raises unless ``queries`` are ``[rows, heads, 128]``."""
-    shape = tuple(queries.shape)
-    if len(shape) != 3 or shape[1:] != (heads, HEAD_DIM):
-        raise ValueError(
-            f"{name}: expected shape [rows, {heads}, {HEAD_DIM}] (spec.heads = {heads}), got {list(shape)}"
-        )
+        check_fp4("queries", queries, (rows, self.spec.heads))
+        check_array("weights", weights, FLOATS, (rows, self.spec.heads))
 
 
 def check_layout(plane: IndexKPlane, ratio: int, page8: bool | None, name: str = "plane") -> None:

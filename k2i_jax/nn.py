@@ -13,8 +13,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from k2i_jax._check import check_array
-from k2i_jax.chain import HEAD_DIM
 from k2i_jax.checkpoint import Checkpoint
+from k2i_jax.layout import HEAD_DIM
 from k2i_jax.lookup import Candidates
 from k2i_jax.page_table import PageTable
 from k2i_jax.plane import IndexKPlane

@@ -176,13 +176,13 @@ class PageTable:
                 )
 
 
-def check_table(table) -> None:
-    """Raises unless ``table`` is a ``PageTable`` whose arrays belong together."""
+def check_table(table, name: str = "table", rows: int | str = "rows") -> None:
+    """Raises unless ``table`` is a ``PageTable`` of ``rows`` rows whose arrays belong together."""
     if not isinstance(table, PageTable):
-        raise TypeError(f"table: expected a k2i_jax.PageTable, got {type(table).__name__}")
-    check_array("table.pages", table.pages, (jnp.int32,), ("sequences", "P"))
-    check_array("table.row_ends", table.row_ends, (jnp.int32,), ("rows",))
-    check_array("table.query_start_loc", table.query_start_loc, (jnp.int32,), (table.pages.shape[0] + 1,))
+        raise TypeError(f"{name}: expected a k2i_jax.PageTable, got {type(table).__name__}")
+    check_array(f"{name}.pages", table.pages, (jnp.int32,), ("sequences", "P"))
+    check_array(f"{name}.row_ends", table.row_ends, (jnp.int32,), (rows,))
+    check_array(f"{name}.query_start_loc", table.query_start_loc, (jnp.int32,), (table.pages.shape[0] + 1,))
 
 
 def decode_row_ends(seq_lens: Int[AnyArray, "sequences"], *, ratio: int = 1) -> Int32[Array, "sequences"]:

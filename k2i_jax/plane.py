@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Int, UInt8
 
 from k2i_jax._check import INT32_MAX, AnyArray, as_int32, check_array
-from k2i_jax.fp4 import FP4Array, FP4Recipe
+from k2i_jax.fp4 import FP4Array, FP4Recipe, check_fp4
 from k2i_jax.layout import (
     KEY_BYTES,
     PAGE_SIZE,
@@ -181,10 +181,7 @@ def write_keys(
     check_plane(plane)
     _check_writable(plane, "writing")
     slots = as_int32("slots", slots, ("keys",))
-    if not isinstance(keys, FP4Array):
-        raise TypeError(f"keys: expected a k2i_jax.FP4Array, got {type(keys).__name__}")
-    check_array("keys.payload", keys.payload, (jnp.uint8,), (slots.shape[0], PAYLOAD_BYTES))
-    check_array("keys.scale", keys.scale, (jnp.uint8,), (slots.shape[0], SCALE_BYTES))
+    check_fp4("keys", keys, slots.shape)
     return (_write_donating if donate else _write)(plane, slots, keys, skip_slot_zero)
 
 

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from k2i_jax._check import AnyArray, check_array
+from k2i_jax._check import FLOATS, AnyArray, check_array
 from k2i_jax.candidates import CandidateTable, check_candidates
-from k2i_jax.fp4 import FP4Array
+from k2i_jax.fp4 import FP4Array, check_fp4
 from k2i_jax.implementations import IMPLEMENTATIONS, check_name, refuse_platform
 from k2i_jax.kernels import xla
 from k2i_jax.kernels.config import Config
-from k2i_jax.layout import PAYLOAD_BYTES, SCALE_BYTES, PageLayout
+from k2i_jax.layout import PageLayout
 from k2i_jax.page_table import PageTable, check_table
 from k2i_jax.plane import IndexKPlane, check_plane
 
@@ -91,14 +91,11 @@ def candidate_logits(
 
 def check_queries(queries, weights, weight_scale, rows):
     """The weights as an array; raises unless they and the queries are those of ``rows`` rows."""
-    if not isinstance(queries, FP4Array):
-        raise TypeError(f"queries: expected a k2i_jax.FP4Array, got {type(queries).__name__}")
-    check_array("queries.payload", queries.payload, (jnp.uint8,), (rows, "heads", PAYLOAD_BYTES))
+    check_fp4("queries", queries, (rows, "heads"))
     heads = queries.payload.shape[1]
-    check_array("queries.scale", queries.scale, (jnp.uint8,), (rows, heads, SCALE_BYTES))
     if heads % 16 or not 0 < heads <= MAX_HEADS:
         raise ValueError(f"queries: expected a multiple of 16 heads up to {MAX_HEADS}, got {heads}")
-    check_array("weights", weights, (jnp.float32, jnp.bfloat16), (rows, heads))
+    check_array("weights", weights, FLOATS, (rows, heads))
     if not hasattr(weight_scale, "dtype") and not isinstance(weight_scale, int | float):
         raise TypeError(f"weight_scale: expected a number, got {weight_scale!r}")
     if jnp.shape(weight_scale):

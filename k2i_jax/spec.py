@@ -7,8 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from k2i_jax.chain import HEAD_DIM
-from k2i_jax.layout import SUB_PAGE_SIZE
+from k2i_jax.layout import HEAD_DIM, SUB_PAGE_SIZE
 from k2i_jax.rope import rope_frequencies
 from k2i_jax.score import MAX_HEADS
 

@@ -5,15 +5,15 @@ import functools
 from collections.abc import Callable, Mapping
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from k2i_jax._check import AnyArray, as_int32, check_array
-from k2i_jax.chain import HEAD_DIM, head_weights, index_keys, index_queries
+from k2i_jax._check import FLOATS, AnyArray, Jitted, as_int32, check_array
+from k2i_jax.chain import head_weights, index_keys, index_queries
 from k2i_jax.chain import key_slots as own_slots
-from k2i_jax.fp4 import FP4Array
+from k2i_jax.fp4 import FP4Array, check_fp4
 from k2i_jax.implementations import check_name
-from k2i_jax.lookup import Candidates, Lookup, check_heads, check_layout
+from k2i_jax.layout import HEAD_DIM
+from k2i_jax.lookup import Candidates, Lookup, check_layout
 from k2i_jax.page_table import PageTable, check_table
 from k2i_jax.plane import IndexKPlane, check_plane, write_keys
 from k2i_jax.rope import rope_rotations
@@ -136,9 +136,9 @@ def build_k2i(
     """
     if not isinstance(spec, K2iSpec):
         raise TypeError(f"spec: expected a k2i_jax.K2iSpec, got {type(spec).__name__}")
-    if page8 not in (None, True, False):
+    if page8 is not None and not isinstance(page8, bool):
         raise TypeError(f"page8: expected None, True or False, got {page8!r}")
-    check_name(implementation)
+    check_name(implementation, interpret)
     check_name(selection, argument="selection")
     lookup = Lookup(spec, page8, implementation, interpret, selection)
     return K2i(
@@ -147,8 +147,8 @@ def build_k2i(
         jax.jit(lookup.full, static_argnames="ratio"),
         jax.jit(lookup.source, static_argnames="ratio"),
         jax.jit(lookup.reindex, static_argnames="ratio"),
-        jax.jit(functools.partial(_layer, lookup), static_argnums=0, donate_argnums=(1,) if donate else ()),
-        jax.jit(functools.partial(_step, lookup), donate_argnums=(0,) if donate else ()),
+        Jitted(functools.partial(_layer, lookup), static_argnums=0, donate_argnums=(1,) if donate else ()),
+        Jitted(functools.partial(_step, lookup), donate_argnums=(0,) if donate else ()),
     )
 
 
@@ -166,11 +166,9 @@ def _layer(
 ) -> tuple[IndexKPlane, Selection, Candidates | None]:
     entry, spec = lookup.spec.index_layer(number), lookup.spec
     name = f"layers[{number}]"
-    if not isinstance(inputs, LayerInputs):
-        raise TypeError(f"{name}: expected a k2i_jax.LayerInputs, got {type(inputs).__name__}")
     positions = as_int32("positions", positions, ("rows",))
-    check_table(table)
-    check_array(f"tables[{entry.ratio}].row_ends", table.row_ends, (jnp.int32,), positions.shape)
+    check_table(table, f"tables[{entry.ratio}]", *positions.shape)
+    _check_inputs(name, inputs, positions.shape[0], spec.heads)
     check_plane(plane, f"planes[{entry.keys}]")
     check_layout(plane, entry.ratio, lookup.page8, f"planes[{entry.keys}]")
     if inputs.keys is not None:
@@ -182,7 +180,6 @@ def _layer(
             key_positions, key_slots = positions, own_slots(table, positions, ratio=entry.ratio)
         plane = _write(spec, entry.ratio, plane, inputs, key_positions, key_slots, name)
 
-    check_heads(f"{name}.queries", inputs.queries, spec.heads)
     queries = inputs.queries
     if not isinstance(queries, FP4Array):
         queries = index_queries(queries, rope_rotations(positions, spec.frequencies))
@@ -196,14 +193,29 @@ def _layer(
     return plane, lookup.reindex(*operands, candidates, ratio=entry.ratio), candidates
 
 
+def _check_inputs(name, inputs, rows, heads):
+    if not isinstance(inputs, LayerInputs):
+        raise TypeError(f"{name}: expected a k2i_jax.LayerInputs, got {type(inputs).__name__}")
+    _check_floats_or_fp4(f"{name}.queries", inputs.queries, (rows, heads))
+    check_array(f"{name}.weights", inputs.weights, FLOATS, (rows, heads))
+
+
+def _check_floats_or_fp4(name, x, shape):
+    if isinstance(x, FP4Array):
+        check_fp4(name, x, shape)
+    else:
+        check_array(name, x, FLOATS, (*shape, HEAD_DIM))
+
+
 def _write(spec, ratio, plane, inputs, positions, slots, name):
     positions = as_int32("key_positions", positions, ("tokens",))
     slots = as_int32(f"key_slots[{ratio}]", slots, positions.shape)
     keys = inputs.keys
+    _check_floats_or_fp4(f"{name}.keys", keys, positions.shape)
     if not isinstance(keys, FP4Array):
-        check_array(f"{name}.keys", keys, (jnp.float32, jnp.bfloat16), (positions.shape[0], HEAD_DIM))
         if inputs.norm_weight is None:
             raise ValueError(f"{name}.norm_weight: expected k_norm.weight [{HEAD_DIM}] with float keys, got None")
+        check_array(f"{name}.norm_weight", inputs.norm_weight, FLOATS, (HEAD_DIM,))
         rotations = rope_rotations(positions // ratio * ratio, spec.frequencies)
         keys = index_keys(keys, inputs.norm_weight, rotations, eps=spec.norm_eps)
     return write_keys(plane, slots, keys, skip_slot_zero=True)
