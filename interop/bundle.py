@@ -9,6 +9,21 @@ from typing import Any
 import numpy as np
 
 FORMAT = "k2i_jax capture 1"
+# What a replay reads of the facts; the plugin notes more.
+_FACTS = ("ranks", "sglang", "step", "mode", "requests", "requests kept", "keys", "layers")
+_LAYER_FACTS = (
+    "layer",
+    "ratio",
+    "page8",
+    "source",
+    "reindex",
+    "rows",
+    "index_topk",
+    "topk_blocks",
+    "candidates",
+    "skips",
+)
+_CALL_FACTS = ("rows", "sampled", "sequences", "keys", "candidates", "weight_scale")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +62,7 @@ def read(path: str | Path) -> Bundle:
                 raise ValueError(f"{path}: a safetensors file, but no bundle of k2i_jax's capture plugin")
             if metadata["format"] != FORMAT:
                 raise ValueError(f"{path}: written as {metadata['format']!r}, this version reads {FORMAT!r}")
-            facts = json.loads(metadata["facts"])
+            facts = _read_facts(path, metadata.get("facts", ""))
             arrays = {name: np.asarray(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path}: torn, or no safetensors file ({error})") from None
@@ -56,6 +71,19 @@ def read(path: str | Path) -> Bundle:
     if missing:
         raise ValueError(f"{path}: incomplete, it lacks {', '.join(missing)}")
     return bundle
+
+
+def _read_facts(path: Path, text: str) -> dict[str, Any]:
+    try:
+        facts = json.loads(text)
+        calls = [call for layer in facts["layers"] for call in layer["calls"]]
+        entries = [(facts, _FACTS), *((x, _LAYER_FACTS) for x in facts["layers"]), *((x, _CALL_FACTS) for x in calls)]
+        missing = [name for entry, names in entries for name in names if name not in entry]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path}: its facts are not those of k2i_jax's capture plugin: {text[:80]!r}") from None
+    if missing:
+        raise ValueError(f"{path}: its facts lack {', '.join(dict.fromkeys(missing))}")
+    return facts
 
 
 def _names(facts) -> Iterator[str]:

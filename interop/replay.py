@@ -215,7 +215,7 @@ def to_dict(bundle: Bundle, findings: list[Finding]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def crosscheck_files(paths: list[str], console: Any, *, json_path: str | None = None, **options: Any) -> bool:
+def crosscheck_files(paths: list[str], console: Any, *, json_path: Path | None = None, **options: Any) -> bool:
     """``k2i-jax crosscheck FILE...``: replays bundles; True if all agree.
 
     Raises:
@@ -228,8 +228,15 @@ def crosscheck_files(paths: list[str], console: Any, *, json_path: str | None = 
         show(bundle, findings, console)
         results.append(to_dict(bundle, findings))
     if json_path:
-        Path(json_path).write_text(json.dumps(results, indent=1))
+        json_path.write_text(json.dumps(results, indent=1))
     return all(result["ok"] for result in results)
+
+
+def _state(path: Path) -> str:
+    try:
+        return json.loads(path.read_text())["state"]
+    except (ValueError, KeyError, TypeError):
+        return "no status of the capture plugin"
 
 
 def watch(folder: str, console: Any, *, count: int | None = None, timeout: float | None = None, **options: Any) -> bool:
@@ -237,13 +244,18 @@ def watch(folder: str, console: Any, *, count: int | None = None, timeout: float
 
     Returns:
       Whether all agreed (and, with ``count``, came).
+
+    Raises:
+      ValueError: no such folder.
     """
+    if not Path(folder).is_dir():
+        raise ValueError(f"{folder}: no such folder")
     seen: set[str] = set()
     states: dict[str, str] = {}
     good, last = True, time.monotonic()
     while count is None or len(seen) < count:
         for path in sorted(Path(folder).glob("status-*.json")):
-            state = json.loads(path.read_text())["state"]
+            state = _state(path)
             if states.get(path.name) != state:
                 states[path.name] = state
                 console.print(f"{path.name}: {state}")

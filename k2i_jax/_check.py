@@ -11,6 +11,7 @@ from jax import core
 from jaxtyping import Array, Int32
 
 INT32_MAX = 2**31 - 1
+MAX_HEADS = 128
 
 AnyArray = jax.Array | np.ndarray  # what public ops take wherever values come in
 FLOATS = (jnp.float32, jnp.bfloat16)  # of head weights, projections and norms
@@ -26,6 +27,12 @@ def check_array(name: str, x: Any, dtypes: tuple, shape: tuple[int | str, ...]) 
         raise TypeError(f"{name}: expected {wanted} {_spell(shape)}, got {dtype} {list(got)}")
     if len(got) != len(shape) or any(isinstance(n, int) and n != m for n, m in zip(shape, got, strict=True)):
         raise ValueError(f"{name}: expected shape {_spell(shape)}, got {list(got)}")
+
+
+def check_heads(name: str, heads: int) -> None:
+    """Raises unless the lookup takes so many index heads."""
+    if heads % 16 or not 0 < heads <= MAX_HEADS:
+        raise ValueError(f"{name}: expected a multiple of 16 heads up to {MAX_HEADS}, got {heads}")
 
 
 def _spell(shape) -> str:

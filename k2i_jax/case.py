@@ -109,9 +109,10 @@ def _case(name: str, arrays: dict[str, np.ndarray]) -> Case:
     }
     queries = FP4Array(jnp.asarray(arrays["q_fp4"]), query_scale_from_aiter(jnp.asarray(arrays["q_scale"]), heads))
     sequence = arrays["row_to_seq"]
-    if (np.diff(sequence) < 0).any():
-        raise ValueError("row_to_seq: the rows of a sequence must be consecutive")
-    starts = np.searchsorted(sequence, np.arange(len(arrays["page_table"]) + 1))
+    sequences = len(arrays["page_table"])
+    if (np.diff(sequence) < 0).any() or ((sequence < 0) | (sequence >= sequences)).any():
+        raise ValueError(f"row_to_seq: expected ascending sequences in 0..{sequences - 1}, got {sequence.tolist()}")
+    starts = np.searchsorted(sequence, np.arange(sequences + 1))
     table = PageTable.from_arrays(arrays["page_table"], arrays["lengths"], starts)
     for plane in planes.values():
         table.check(plane)

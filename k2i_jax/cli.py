@@ -5,10 +5,14 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from k2i_jax import __version__
-from k2i_jax.implementations import IMPLEMENTATIONS
+from k2i_jax.implementations import IMPLEMENTATIONS, NoBackend, device_platform
 from k2i_jax.layout import PageLayout
+
+if TYPE_CHECKING:
+    from k2i_jax.tag import LayoutTag
 
 
 def _console():
@@ -20,8 +24,19 @@ def _console():
     return Console(width=None if sys.stdout.isatty() else 150, highlight=False)
 
 
+def _target(path: str | None) -> Path | None:
+    """A file to write when the work is done; raises ValueError now if it could not be written then."""
+    if path is None:
+        return None
+    target = Path(path)
+    if target.is_dir() or not target.parent.is_dir():
+        raise ValueError(f"{path}: expected a file name in a folder that is there")
+    return target
+
+
 def _demo(args) -> int:
     console = _console()
+    device_platform()  # first: raises in one line where JAX has no backend
     from k2i_jax import demo
 
     options = {"implementation": args.implementation, "interpret": args.interpret}
@@ -50,6 +65,7 @@ def _selftest(args) -> int:
         mark = "[green]✓[/]" if check.holds else "[bold red]✗[/]"
         console.print(f"{mark} {name:7} {check.layout:7} {check.name}: {check.value}")
 
+    target = _target(args.report)
     report = selftest.run(args.implementation, on_check)
     table = Table("implementation", "status", "checks", "median wall time, ms", "why")
     for name, result in report["results"].items():
@@ -57,9 +73,9 @@ def _selftest(args) -> int:
         times = "\n".join(f"{shape}: {ms}" for shape, ms in result["milliseconds"].items())
         table.add_row(name, result["status"], f"{good} of {len(result['checks'])} hold", times, result["why"])
     console.print(table)
-    if args.report:
-        selftest.write(report, args.report)
-        console.print(f"report written to {args.report}")
+    if target:
+        selftest.write(report, target)
+        console.print(f"report written to {target}")
     return 0 if selftest.passed(report) else 1
 
 
@@ -70,6 +86,9 @@ def _compile(args) -> int:
 
     from k2i_jax.kernels import compile as offline
 
+    folder = Path(args.asm) if args.asm else None
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
     reports = offline.report(args.target, heads=args.heads)
     classes = list(dict.fromkeys(name for r in reports for name in r.instructions))
     table = Table("kernel", "regs", "spills", "LDS", "loads", "B/key", "instr", *classes, box=box.SIMPLE_HEAD)
@@ -88,9 +107,7 @@ def _compile(args) -> int:
     )
     console.print("matrix instructions:", ", ".join(sorted({name for r in reports for name in r.matrix})))
     console.print(table)
-    if args.asm:
-        folder = Path(args.asm)
-        folder.mkdir(parents=True, exist_ok=True)
+    if folder:
         for r in reports:
             (folder / f"{args.target}-{r.name}.s").write_text(r.asm)
         console.print(f"{len(reports)} listings written to {folder}")
@@ -107,7 +124,7 @@ def _tag(args) -> int:
         recipe = FP4Recipe[args.recipe.upper()].label if args.recipe else None
         print(LayoutTag.of(PageLayout(args.layout), recipe, args.ratio).to_json())
         return 0
-    here, there = (LayoutTag.from_json(Path(path).read_text()) for path in args.compare)
+    here, there = map(_read_tag, args.compare)
     print("\n".join(here.explain(there)) or "equal: raw pages may move between these peers")
     try:
         here.check(there)
@@ -116,16 +133,27 @@ def _tag(args) -> int:
     return 0
 
 
+def _read_tag(path: str) -> "LayoutTag":
+    from k2i_jax.tag import LayoutTag
+
+    try:
+        return LayoutTag.from_json(Path(path).read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
 def _crosscheck(args) -> int:
     console = _console()
+    device_platform()
     from k2i_jax.interop import replay
 
     options = {"tolerance": args.tolerance, "implementation": args.implementation}
-    return 0 if replay.crosscheck_files(args.files, console, json_path=args.json, **options) else 1
+    return 0 if replay.crosscheck_files(args.files, console, json_path=_target(args.json), **options) else 1
 
 
 def _watch(args) -> int:
     console = _console()
+    device_platform()
     from k2i_jax.interop import replay
 
     options = {"tolerance": args.tolerance, "implementation": args.implementation}
@@ -204,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return args.run(args)
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, NoBackend) as error:
         print(f"k2i-jax: {error}", file=sys.stderr)
         return 2
 

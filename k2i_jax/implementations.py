@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import os
 from types import ModuleType
 
 from jax.extend import backend
@@ -34,9 +35,22 @@ class Implementation:
         return f"compiles for {' and '.join(self.platforms)} only{hint}"
 
 
+class NoBackend(RuntimeError):
+    """JAX could not start the backend that it was told to use."""
+
+
 def device_platform() -> str:
-    """Platform of the default device, by the name that code is lowered for: "cpu", "cuda", "rocm", "tpu"."""
-    client = backend.get_backend()
+    """Platform of the default device, by the name that code is lowered for: "cpu", "cuda", "rocm", "tpu".
+
+    Raises:
+      NoBackend: JAX has none, with its reason.
+    """
+    try:
+        client = backend.get_backend()
+    except (RuntimeError, AssertionError) as error:  # an assertion: CUDA was asked for, and its plugin is not installed
+        chosen = os.environ.get("JAX_PLATFORMS", "")
+        reason = str(error).partition("\n")[0] or "its plugin is not installed"
+        raise NoBackend(f"JAX has no backend (JAX_PLATFORMS={chosen!r}): {reason}") from None
     if client.platform != "gpu":
         return client.platform
     return "rocm" if "rocm" in client.platform_version.lower() else "cuda"

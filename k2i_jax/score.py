@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from k2i_jax._check import FLOATS, AnyArray, check_array
+from k2i_jax._check import FLOATS, AnyArray, check_array, check_heads
 from k2i_jax.candidates import CandidateTable, check_candidates
 from k2i_jax.fp4 import FP4Array, check_fp4
 from k2i_jax.implementations import IMPLEMENTATIONS, check_name, refuse_platform
@@ -21,8 +21,6 @@ from k2i_jax.kernels.config import Config
 from k2i_jax.layout import PageLayout
 from k2i_jax.page_table import PageTable, check_table
 from k2i_jax.plane import IndexKPlane, check_plane
-
-MAX_HEADS = 128
 
 _log = logging.getLogger(__name__)
 
@@ -93,8 +91,7 @@ def check_queries(queries, weights, weight_scale, rows):
     """The weights as an array; raises unless they and the queries are those of ``rows`` rows."""
     check_fp4("queries", queries, (rows, "heads"))
     heads = queries.payload.shape[1]
-    if heads % 16 or not 0 < heads <= MAX_HEADS:
-        raise ValueError(f"queries: expected a multiple of 16 heads up to {MAX_HEADS}, got {heads}")
+    check_heads("queries", heads)
     check_array("weights", weights, FLOATS, (rows, heads))
     if not hasattr(weight_scale, "dtype") and not isinstance(weight_scale, int | float):
         raise TypeError(f"weight_scale: expected a number, got {weight_scale!r}")

@@ -123,9 +123,8 @@ def passed(report: dict[str, Any]) -> bool:
     return all(check["holds"] for result in report["results"].values() for check in result["checks"])
 
 
-def write(report: dict[str, Any], path: str) -> None:
+def write(report: dict[str, Any], target: Path) -> None:
     """Writes the report beside its final name, then renames it: a reader never sees half of one."""
-    target = Path(path)
     with tempfile.NamedTemporaryFile("w", dir=target.parent, suffix=".part", delete=False) as file:
         json.dump(report, file, indent=1)
     os.replace(file.name, target)

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from k2i_jax.implementations import IMPLEMENTATIONS, device_platform
+from k2i_jax.implementations import IMPLEMENTATIONS, NoBackend, device_platform
 from k2i_jax.interop.devices import hip_runtimes
 
 #: Packages worth a line, with the extra that installs them (None: a runtime dependency).
@@ -22,16 +22,25 @@ VARIABLES = ("JAX_PLATFORMS", "JAX_ENABLE_X64", "XLA_FLAGS", "XLA_PYTHON_CLIENT_
 
 
 def collect() -> dict[str, Any]:
-    """Everything the command prints, as plain data."""
+    """Everything the command prints, as plain data; a backend that does not start is one of the facts."""
+    try:
+        platform_name, no_backend = device_platform(), None
+    except NoBackend as error:
+        platform_name, no_backend = None, str(error)
     return {
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
         "packages": {name: _version(name) for name in PACKAGES},
         "variables": {name: os.environ.get(name) for name in VARIABLES},
         "hip_runtimes": hip_runtimes(),
-        "devices": [{"platform": d.platform, "kind": d.device_kind, "id": d.id} for d in jax.devices()],
+        "platform": platform_name,
+        "no_backend": no_backend,
+        "devices": [
+            {"platform": d.platform, "kind": d.device_kind, "id": d.id}
+            for d in ([] if platform_name is None else jax.devices())
+        ],
         "implementations": {
-            name: implementation.why_not(device_platform()) or "runs here"
+            name: no_backend or implementation.why_not(platform_name or "") or "runs here"
             for name, implementation in IMPLEMENTATIONS.items()
         },
     }
@@ -58,7 +67,7 @@ def show(facts: dict[str, Any], console) -> None:
     for device in facts["devices"]:
         table.add_row(str(device["id"]), device["platform"], device["kind"])
     console.print(table)
-    table = Table("implementation", f"on {device_platform()}")
+    table = Table("implementation", f"on {facts['platform'] or 'no backend'}")
     for row in facts["implementations"].items():
         table.add_row(*row)
     console.print(table)

@@ -7,9 +7,9 @@ from typing import Literal
 
 import numpy as np
 
+from k2i_jax._check import check_heads
 from k2i_jax.layout import HEAD_DIM, SUB_PAGE_SIZE
 from k2i_jax.rope import rope_frequencies
-from k2i_jax.score import MAX_HEADS
 
 RATIOS = (1, 2, 4)  # tokens a key: a 256-token page must make whole 64-key pages
 _LOGITS_BYTES = 20  # temporaries a logit, of scoring and selection together
@@ -103,8 +103,7 @@ class K2iSpec:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}: expected an integer of at least 1, got {value!r}")
         self._check_layers()
-        if self.heads % 16 or self.heads > MAX_HEADS:
-            raise ValueError(f"heads: expected a multiple of 16 up to {MAX_HEADS}, got {self.heads}")
+        check_heads("heads", self.heads)
         if not 2 <= self.rope_dims <= HEAD_DIM:
             raise ValueError(f"rope_dims: expected 2..{HEAD_DIM}, got {self.rope_dims}")
         if not 0 <= self.norm_eps < float("inf"):

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from k2i_jax._check import check_heads
 from k2i_jax.kernels import isa, pallas_score
 from k2i_jax.kernels._jax_private import lower_for, triton_calls
 from k2i_jax.kernels.config import Config, default_config
@@ -215,5 +216,10 @@ KERNELS = [
 
 
 def report(target: str, *, heads: int = 32) -> list[KernelReport]:
-    """Compiles a representative set of kernels for ``target`` with its default configurations."""
+    """Compiles a representative set of kernels for ``target`` with its default configurations.
+
+    Raises:
+      ValueError: ``heads`` is no multiple of 16 up to 128.
+    """
+    check_heads("heads", heads)
     return [compile_kernel(target, layout, table, rows, heads) for layout, table, rows in KERNELS]

@@ -161,6 +161,34 @@ def test_a_bundle_that_lacks_an_array_is_one_line(recorder, capsys):  # noqa: F8
     assert "incomplete, it lacks keys0.scale" in one_line(capsys)
 
 
+@pytest.mark.parametrize(
+    ("facts", "complaint"),
+    [
+        (None, "its facts are not those of k2i_jax's capture plugin: ''"),
+        ("{}", "its facts are not those of k2i_jax's capture plugin: '{}'"),
+        ('{"layers": [', "its facts are not those of k2i_jax's capture plugin"),
+        ('{"layers": [{"calls": [{}], "layer": 8}], "keys": [], "step": 3}', "its facts lack ranks, sglang, mode"),
+        ('{"layers": [{"calls": [3]}]}', "its facts are not those of k2i_jax's capture plugin"),
+    ],
+)
+def test_foreign_facts_are_one_line(tmp_path, capsys, facts, complaint):
+    save_file = pytest.importorskip("safetensors.numpy").save_file
+    path = tmp_path / "step1.safetensors"
+    metadata = {"format": bundle.FORMAT} | ({} if facts is None else {"facts": facts})
+    save_file({"x": np.zeros(3, np.float32)}, path, metadata)
+    assert cli.main(["crosscheck", str(path)]) == 2
+    assert f"step1.safetensors: {complaint}" in one_line(capsys)
+
+
+def test_watch_survives_foreign_status_files(tmp_path, capsys):
+    for number, text in enumerate(("{}", '{"sta', "[1]", '{"state": "armed"}')):
+        (tmp_path / f"status-pid{number}.json").write_text(text)
+    assert cli.main(["watch", str(tmp_path), "--timeout", "0"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("no status of the capture plugin") == 3
+    assert "status-pid3.json: armed" in out
+
+
 def test_watch_replays_what_arrives(recorder, capsys):  # noqa: F811
     path = recorded(recorder, k.PageLayout.PAGE64)
     assert cli.main(["watch", str(recorder.folder), "--count", "1"]) == 0

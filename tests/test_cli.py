@@ -1,6 +1,7 @@
 """The commands, as a shell would run them: exit codes, one-line errors, files written."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -90,7 +91,8 @@ def test_demo_names_damaged_bytes(tmp_path, capsys):
         ({"weights": np.zeros((12, 16), np.float32)}, "weights: expected shape [12, 32], got [12, 16]"),
         ({"lengths": np.zeros(12, np.float32)}, "lengths: expected int32"),
         ({"lengths": np.full(12, 999, np.int32)}, "row_ends: row 0 ends at 999"),
-        ({"row_to_seq": np.arange(12)[::-1] % 2}, "row_to_seq"),
+        ({"row_to_seq": np.arange(12)[::-1] % 2}, "row_to_seq: expected ascending sequences in 0..1"),
+        ({"row_to_seq": np.repeat([1, 2], 6)}, "row_to_seq: expected ascending sequences in 0..1"),
         ({"page_table": np.full((2, 7), 99, np.int32)}, "pages: row 0 sees page 99"),
         ({"topk_blocks": np.array([2, 3])}, "topk_blocks"),
     ],
@@ -108,6 +110,46 @@ def test_show_config_reports_versions_devices_and_implementations(capsys):
     assert facts["implementations"]["xla"] == "runs here"
     assert cli.main(["show-config"]) == 0
     assert "k2i_jax[rocm7]" in capsys.readouterr().out
+
+
+def without_backend(platform, *arguments):
+    environment = {**os.environ, "JAX_PLATFORMS": platform}
+    command = [sys.executable, "-m", "k2i_jax", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.parametrize("platform", ["rocm", "cuda"])
+def test_a_backend_that_does_not_start_is_a_line(platform):
+    """On a machine without that plugin: show-config reports it, the others name it and stop."""
+    shown = without_backend(platform, "show-config", "--json")
+    if not json.loads(shown.stdout)["no_backend"]:
+        pytest.skip(f"{platform} is here")
+    facts = json.loads(shown.stdout)
+    assert facts["devices"] == []
+    assert f"JAX_PLATFORMS='{platform}'" in facts["implementations"]["xla"]
+    for command in (["demo"], ["selftest"]):
+        run = without_backend(platform, *command)
+        assert run.returncode == 2
+        assert run.stderr.splitlines()[-1].startswith(f"k2i-jax: JAX has no backend (JAX_PLATFORMS='{platform}'): ")
+        assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["selftest", "--report", "{0}/none/report.json"], "expected a file name in a folder that is there"),
+        (["selftest", "--report", "{0}"], "expected a file name in a folder that is there"),
+        (["crosscheck", "none", "--json", "{0}/none/report.json"], "expected a file name in a folder that is there"),
+        (["watch", "{0}/none"], "none: no such folder"),
+        (["compile", "--target", "sm_90", "--heads", "0"], "heads: expected a multiple of 16 heads up to 128, got 0"),
+        (["compile", "--target", "sm_90", "--heads", "17"], "heads: expected a multiple of 16 heads up to 128, got 17"),
+        (["compile", "--target", "sm_90", "--heads", "256"], "heads: expected a multiple of 16 heads up to 128"),
+    ],
+)
+def test_bad_arguments_are_a_line_before_any_work(tmp_path, capsys, arguments, complaint):
+    assert cli.main([argument.format(tmp_path) for argument in arguments]) == 2
+    assert complaint in one_error_line(capsys)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_selftest_writes_what_was_measured(tmp_path, capsys):
@@ -175,5 +217,8 @@ def test_bad_tags_are_one_line(tmp_path, capsys):
     path = tmp_path / "c.json"
     path.write_text("[1]")
     assert cli.main(["tag", "--compare", str(path), str(path)]) == 2
-    assert "expected a JSON object" in capsys.readouterr().err
+    assert f"{path}: text: expected a JSON object" in capsys.readouterr().err
+    path.write_text('{"layout":')
+    assert cli.main(["tag", "--compare", str(path), str(path)]) == 2
+    assert f"{path}: text: not JSON" in capsys.readouterr().err
     assert cli.main(["tag"]) == 2

@@ -62,8 +62,8 @@ def test_no_source():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"heads": 40}, "heads: expected a multiple of 16 up to 128, got 40"),
-        ({"heads": 144}, "heads: expected a multiple of 16 up to 128, got 144"),
+        ({"heads": 40}, "heads: expected a multiple of 16 heads up to 128, got 40"),
+        ({"heads": 144}, "heads: expected a multiple of 16 heads up to 128, got 144"),
         ({"topk": 0}, "topk: expected an integer of at least 1, got 0"),
         ({"topk_blocks": 2.5}, "topk_blocks: expected an integer of at least 1, got 2.5"),
         ({"memory_budget": True}, "memory_budget: expected an integer of at least 1, got True"),
