@@ -65,9 +65,16 @@ class Report:
         return json.dumps(_finite(self.to_dict()), **{"indent": 1, **options})
 
     def print(self, console: Any = None) -> None:
-        """Prints tables to a rich console (extra ``cli``)."""
-        from rich.console import Console
-        from rich.table import Table
+        """Prints tables to a rich console (extra ``cli``).
+
+        Raises:
+          ImportError: rich is not installed.
+        """
+        try:
+            from rich.console import Console
+            from rich.table import Table
+        except ModuleNotFoundError:
+            raise ImportError("printing tables needs rich: pip install 'k2i_jax[cli]' (or read .verdict)") from None
 
         console = console or Console(highlight=False)
         console.print(f"[{'green' if self.ok else 'bold red'}]{self.verdict}[/]")

@@ -24,9 +24,15 @@ def check_array(name: str, x: Any, dtypes: tuple, shape: tuple[int | str, ...]) 
         raise TypeError(f"{name}: expected an array {_spell(shape)}, got {type(x).__name__}")
     if dtype not in [jnp.dtype(d) for d in dtypes]:
         wanted = " or ".join(jnp.dtype(d).name for d in dtypes)
-        raise TypeError(f"{name}: expected {wanted} {_spell(shape)}, got {dtype} {list(got)}")
+        raise TypeError(f"{name}: expected {wanted} {_spell(shape)}, got {dtype} {list(got)}{_cure(dtype, dtypes)}")
     if len(got) != len(shape) or any(isinstance(n, int) and n != m for n, m in zip(shape, got, strict=True)):
         raise ValueError(f"{name}: expected shape {_spell(shape)}, got {list(got)}")
+
+
+def _cure(dtype, dtypes) -> str:
+    if str(dtype).startswith("torch."):
+        return "; k2i_jax.interop.dlpack.to_jax(tensor) takes it without a copy"
+    return "; pass x.astype(jnp.float32)" if dtype == np.float64 and jnp.float32 in dtypes else ""
 
 
 def check_heads(name: str, heads: int) -> None:

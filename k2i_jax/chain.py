@@ -128,6 +128,8 @@ def head_weights(x: Float[AnyArray, "rows heads"], *, scale: float | None = None
       TypeError, ValueError: wrong types or shapes.
     """
     check_array("x", x, FLOATS, ("rows", "heads"))
+    if not x.shape[1]:
+        raise ValueError(f"x: expected at least one head, got {list(x.shape)}")
     return _weights(x, np.float32((HEAD_DIM * x.shape[1]) ** -0.5 if scale is None else scale))
 
 

@@ -130,9 +130,7 @@ def quantize_fp4(x: Float[AnyArray, "*batch dims"], recipe: FP4Recipe = FP4Recip
 
 
 def _check_floats(x):
-    dtype = getattr(x, "dtype", None)
-    if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        raise TypeError(f"x: expected a float32, bfloat16 or float16 array, got {dtype or type(x).__name__}")
+    check_array("x", x, (jnp.float32, jnp.bfloat16, jnp.float16), getattr(x, "shape", ("...", "dims")))
     if x.ndim == 0 or x.shape[-1] % GROUP:
         raise ValueError(f"x: the last axis must be a multiple of {GROUP}, got shape {x.shape}")
 

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Int32, UInt8
 
+from k2i_jax._check import check_array
+
 PAGE_SIZE = 64  # keys a page; page tables and slots speak of these pages in every layout
 SUB_PAGE_SIZE = 8  # keys a virtual page: the candidate table's unit
 HEAD_DIM = 128
@@ -28,6 +30,10 @@ class PageLayout(enum.StrEnum):
     PAGE64 = "page64"  # SGLang's "preshuffle"
     PAGE8 = "page8"  # aiter's "row group": eight 8-key pages in the bytes of one 64-key page
     FUSED = "fused"  # SGLang's CUDA pool: payload and scales of a page in one row; read-only here
+
+    @classmethod
+    def _missing_(cls, value):
+        raise ValueError(f"layout: expected one of {[str(layout) for layout in cls]}, got {value!r}")
 
     @property
     def payload_width(self) -> int:
@@ -178,8 +184,9 @@ def query_scale_to_aiter(scale: UInt8[Array, "rows heads 4"]) -> UInt8[Array, "r
     """Query scales in the order of aiter's kernel: ``[rows, 1, group, head % 16, head // 16]``, absent heads 0.
 
     Raises:
-      ValueError: more than 64 heads, which that order cannot hold.
+      TypeError, ValueError: wrong type or shape; more than 64 heads, which that order cannot hold.
     """
+    check_array("scale", scale, (jnp.uint8,), ("rows", "heads", SCALE_BYTES))
     rows, heads, _ = scale.shape
     if heads > 64:
         raise ValueError(f"scale: aiter's order holds at most 64 heads, got {heads}; keep the natural order")
@@ -191,8 +198,9 @@ def query_scale_from_aiter(scale: UInt8[Array, "rows 1 4 16 4"], heads: int) -> 
     """The natural ``[rows, heads, group]`` order of query scales that come in aiter's.
 
     Raises:
-      ValueError: ``scale`` is not ``[rows, 1, 4, 16, 4]`` or ``heads`` is over 64.
+      TypeError, ValueError: ``scale`` is no u8[rows, 1, 4, 16, 4], or ``heads`` is not in 1..64.
     """
-    if scale.ndim != 5 or scale.shape[1:] != (1, 4, 16, 4) or not 0 < heads <= 64:
-        raise ValueError(f"scale: expected [rows, 1, 4, 16, 4] and 1..64 heads, got {scale.shape} and {heads} heads")
+    check_array("scale", scale, (jnp.uint8,), ("rows", 1, 4, 16, 4))
+    if not 0 < heads <= 64:
+        raise ValueError(f"heads: expected 1..64, got {heads}")
     return scale[:, 0].transpose(0, 3, 2, 1).reshape(scale.shape[0], 64, 4)[:, :heads]

@@ -99,7 +99,13 @@ class IndexKPlane:
         return cls(payload, scale, layout)
 
     def tag(self, recipe: FP4Recipe | None = None, ratio: int | None = None) -> LayoutTag:
-        """The facts a peer must share before raw pages may move; see :class:`LayoutTag`."""
+        """The facts a peer must share before raw pages may move; see :class:`LayoutTag`.
+
+        Raises:
+          TypeError: ``recipe`` is no ``FP4Recipe``.
+        """
+        if recipe is not None and not isinstance(recipe, FP4Recipe):
+            raise TypeError(f"recipe: expected None or a k2i_jax.FP4Recipe, got {recipe!r}")
         return LayoutTag.of(self.layout, recipe.label if recipe else None, ratio)
 
 

@@ -1,7 +1,8 @@
 """What a model's index lookup looks like: which layers own keys, select, publish or reuse, and every number of it."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from numbers import Real
 from types import MappingProxyType
 from typing import Literal
 
@@ -96,12 +97,19 @@ class K2iSpec:
             full = tuple((int(layer), int(ratio)) for layer, ratio in self.full_layers)
         except (TypeError, ValueError):
             raise TypeError(f"full_layers: expected pairs (layer, ratio), got {self.full_layers!r}") from None
+        if not isinstance(self.reindex_layers, Sequence):
+            raise TypeError(f"reindex_layers: expected layer numbers, got {self.reindex_layers!r}")
         object.__setattr__(self, "full_layers", full)
         object.__setattr__(self, "reindex_layers", tuple(self.reindex_layers))
-        for name in ("num_layers", "heads", "topk", "topk_blocks", "memory_budget"):
+        for name in ("num_layers", "heads", "topk", "topk_blocks", "memory_budget", "rope_dims"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}: expected an integer of at least 1, got {value!r}")
+        for name in ("norm_eps", "weight_scale", "rope_theta", "rope_factor", "rope_beta_fast", "rope_beta_slow",
+                     "rope_original_length"):  # fmt: skip
+            value = getattr(self, name)
+            if not isinstance(value, Real) and (name, value) != ("weight_scale", None):
+                raise TypeError(f"{name}: expected a number, got {value!r}")
         self._check_layers()
         check_heads("heads", self.heads)
         if not 2 <= self.rope_dims <= HEAD_DIM:

@@ -55,8 +55,11 @@ class LayoutTag:
           Names of the facts that one side or both do not know, so that nobody compared them.
 
         Raises:
+          TypeError: ``other`` is no ``LayoutTag``.
           ValueError: known facts differ; every one is named with both values.
         """
+        if not isinstance(other, LayoutTag):
+            raise TypeError(f"other: expected a k2i_jax.LayoutTag, got {type(other).__name__}")
         unknown, unequal = [], []
         for field in dataclasses.fields(self):
             here, there = getattr(self, field.name), getattr(other, field.name)

@@ -106,7 +106,7 @@ def test_query_scales_of_the_chain_golden_file():
 def test_more_heads_than_the_order_holds():
     with pytest.raises(ValueError, match=r"scale: .*64 heads.*80"):
         query_scale_to_aiter(np.zeros((1, 80, 4), np.uint8))
-    with pytest.raises(ValueError, match=r"scale: .*80"):
+    with pytest.raises(ValueError, match=r"heads: .*80"):
         query_scale_from_aiter(np.zeros((1, 1, 4, 16, 4), np.uint8), 80)
-    with pytest.raises(ValueError, match=r"scale: expected \[rows, 1, 4, 16, 4\]"):
+    with pytest.raises(ValueError, match=r"scale: expected shape \[rows, 1, 4, 16, 4\]"):
         query_scale_from_aiter(np.zeros((1, 64, 4), np.uint8), 64)

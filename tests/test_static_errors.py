@@ -1,5 +1,7 @@
 """Static facts that do not fit: each error names the argument and says what came and what was expected."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -134,3 +136,55 @@ def test_errors_of_writing():
             k.write_keys(*arguments)
     with pytest.raises(TypeError, match="slots: expected an integer array"):
         k.read_keys(plane, np.zeros(3))
+
+
+def errors_of_values():
+    """(error, message, call): one wrong value each."""
+    layout = PageLayout.PAGE8
+    zeros = lambda *shape, dtype=np.uint8: np.zeros(shape, dtype)
+    plane = IndexKPlane.zeros(1, layout)
+    flash = lambda **numbers: lambda: k.K2iSpec.v41_flash(**numbers)
+    to_aiter, from_aiter, i32, f32 = k.query_scale_to_aiter, k.query_scale_from_aiter, np.int32, np.float32
+    names = "page64', 'page8', 'fused"
+    return [
+        (ValueError, rf"layout: expected one of \['{names}'\], got 'page16'", lambda: PageLayout("page16")),
+        (ValueError, "layout: expected one of .*'page16'", lambda: k.repack(plane, "page16")),
+        (TypeError, "recipe: expected None or a k2i_jax.FP4Recipe, got 'sglang'", lambda: plane.tag("sglang")),
+        (TypeError, "other: expected a k2i_jax.LayoutTag, got NoneType", lambda: plane.tag().check(None)),
+        (ValueError, r"scale: expected shape \[rows, heads, 4\]", lambda: to_aiter(zeros(2, 32))),
+        (TypeError, r"scale: expected uint8 .* got int32", lambda: to_aiter(zeros(2, 32, 4, dtype=i32))),
+        (ValueError, r"scale: expected shape \[rows, 1, 4, 16, 4\]", lambda: from_aiter(zeros(2, 32, 4), 32)),
+        (ValueError, "heads: expected 1..64, got 65", lambda: from_aiter(zeros(2, 1, 4, 16, 4), 65)),
+        (ValueError, r"x: expected at least one head, got \[3, 0\]", lambda: k.head_weights(zeros(3, 0, dtype=f32))),
+        (TypeError, "x: .*float64.*; pass x.astype", lambda: k.quantize_fp4(zeros(32, dtype=np.float64))),
+        (TypeError, "x: expected an array .*got list", lambda: k.quantize_fp4([0.0] * 32)),
+        (TypeError, "reindex_layers: expected layer numbers, got 5", flash(reindex_layers=5)),
+        (TypeError, "weight_scale: expected a number, got 'x'", flash(weight_scale="x")),
+        (TypeError, "norm_eps: expected a number, got None", flash(norm_eps=None)),
+        (TypeError, "rope_theta: expected a number, got '1e4'", flash(rope_theta="1e4")),
+        (ValueError, "rope_dims: expected an integer of at least 1, got 64.0", flash(rope_dims=64.0)),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "match", "call"), errors_of_values())
+def test_errors_of_values(error, match, call):
+    with pytest.raises(error, match=match):
+        call()
+
+
+def test_a_torch_tensor_is_told_the_way_in():
+    torch = pytest.importorskip("torch")
+    batch = random_batch(0, [64], columns=1)
+    with pytest.raises(TypeError, match=r"weights: expected float32 .*got torch.int64 .*dlpack\.to_jax"):
+        k.index_logits(batch.queries, torch.zeros(1, 32, dtype=torch.int64), *batch.args[2:])
+    with pytest.raises(TypeError, match=r"x: .*torch.float32 .*dlpack\.to_jax"):
+        k.quantize_fp4(torch.zeros(32))
+
+
+def test_printing_a_report_without_rich_names_the_extra(monkeypatch):
+    from k2i_jax.interop.crosscheck import crosscheck
+
+    report = crosscheck(np.zeros((1, 8), np.float32), np.zeros((1, 8), np.float32), [8])
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    with pytest.raises(ImportError, match=r"k2i_jax\[cli\]"):
+        report.print()
