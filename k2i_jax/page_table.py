@@ -191,7 +191,7 @@ def decode_row_ends(seq_lens: Int[AnyArray, "sequences"], *, ratio: int = 1) -> 
     Raises:
       TypeError, ValueError: no integers, wrong ranks, a ratio below 1.
     """
-    return _visible(jnp.maximum(as_int32("seq_lens", seq_lens, ("sequences",)), 0) - 1, ratio)
+    return _visible(as_int32("seq_lens", seq_lens, ("sequences",)) - 1, ratio)
 
 
 def verify_row_ends(

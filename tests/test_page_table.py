@@ -236,6 +236,7 @@ def test_everything_is_built_inside_jit():
 def test_row_ends_saturate():
     last = 2**31 - 1
     assert k.decode_row_ends([2**40, -(2**31), -(2**40)]).tolist() == [last, 0, 0]
+    assert k.decode_row_ends(np.array([-(2**31)], np.int32)).tolist() == [0]
     assert k.verify_row_ends([2**40, last - 3], 3).tolist() == [last, last, last, last - 2, last - 1, last]
     assert k.prefill_row_ends([last - 1], [0, 4], 4).tolist() == [last] * 4
 
