@@ -16,7 +16,7 @@ from k2i_jax.interop.devices import torch
 from k2i_jax.layout import PageLayout, query_scale_to_aiter
 from k2i_jax.page_table import PageTable
 from k2i_jax.parity import BOUNDARY_LENGTHS, LAYOUTS, Check, bits_equal, random_problem
-from k2i_jax.plane import repack
+from k2i_jax.plane_ops import repack
 from k2i_jax.select import select_candidate_blocks
 
 _PAGES_PER_BLOCK = {"full": 8, "candidates": 1}  # pages_per_block: a 64-slot page a table entry, or a virtual page

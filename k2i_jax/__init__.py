@@ -6,7 +6,8 @@ from k2i_jax.fp4 import FP4Array, FP4Recipe, fake_quant_fp4, quantize_fp4
 from k2i_jax.layout import PageLayout, query_scale_from_aiter, query_scale_to_aiter
 from k2i_jax.page_pool import Append, PagePool, append, fork, release, truncate
 from k2i_jax.page_table import PageTable, decode_row_ends, prefill_row_ends, verify_row_ends
-from k2i_jax.plane import IndexKPlane, copy_pages, read_keys, repack, write_keys
+from k2i_jax.plane import IndexKPlane
+from k2i_jax.plane_ops import copy_pages, read_keys, repack, write_keys
 from k2i_jax.rope import rope_frequencies, rope_rotations
 from k2i_jax.score import candidate_logits, index_logits
 from k2i_jax.select import Selection, reindex, select_candidate_blocks, select_topk, source

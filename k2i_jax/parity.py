@@ -14,7 +14,8 @@ from k2i_jax.case import Case
 from k2i_jax.fp4 import FP4Array, quantize_fp4
 from k2i_jax.layout import PageLayout
 from k2i_jax.page_table import PageTable
-from k2i_jax.plane import IndexKPlane, repack, write_keys
+from k2i_jax.plane import IndexKPlane
+from k2i_jax.plane_ops import repack, write_keys
 from k2i_jax.score import candidate_logits, index_logits
 from k2i_jax.select import reindex, select_candidate_blocks
 

@@ -24,7 +24,7 @@ from k2i_jax.parity import (
     measure_ms,
     random_problem,
 )
-from k2i_jax.plane import repack
+from k2i_jax.plane_ops import repack
 from k2i_jax.score import index_logits
 from k2i_jax.select import select_candidate_blocks
 

@@ -15,7 +15,8 @@ from k2i_jax.implementations import check_name
 from k2i_jax.layout import HEAD_DIM
 from k2i_jax.lookup import Candidates, Lookup, check_layout
 from k2i_jax.page_table import PageTable, check_table
-from k2i_jax.plane import IndexKPlane, check_plane, write_keys
+from k2i_jax.plane import IndexKPlane, check_plane
+from k2i_jax.plane_ops import write_keys
 from k2i_jax.rope import rope_rotations
 from k2i_jax.select import Selection
 from k2i_jax.spec import K2iSpec

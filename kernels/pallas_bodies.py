@@ -12,19 +12,11 @@ from jax.experimental.pallas import triton as plt
 
 from k2i_jax.fp4 import scale_by_powers
 from k2i_jax.kernels._jax_private import load_words
-from k2i_jax.kernels.dot_scaled import (
-    HEADS,
-    dot_decoded,
-    dot_scaled,
-    e2m1,
-    float_bits,
-    iota,
-    multiply,
-    sum_heads,
-    unpack_high,
-    unpack_low,
-)
+from k2i_jax.kernels.dot_scaled import HEADS, dot_decoded, dot_scaled
+from k2i_jax.kernels.ops import e2m1, float_bits, iota, multiply
 from k2i_jax.kernels.pallas_loads import Digit, KeyOrder, t
+from k2i_jax.kernels.sum_heads import sum_heads
+from k2i_jax.kernels.unpack import unpack_high, unpack_low
 
 _R, _WORD = Digit("r", 0, 16), Digit("r", 2, 4)
 _C0, _C1, _C = Digit("c", 0, 2), Digit("c", 1, 2), Digit("c", 0, 4)

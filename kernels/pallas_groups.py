@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from k2i_jax.kernels.dot_scaled import iota, uniform
+from k2i_jax.kernels.ops import iota, uniform
 
 
 def count_groups(rows: int, sequences: int, shared: int) -> int:

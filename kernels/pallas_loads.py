@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from k2i_jax.kernels._jax_private import load_bytes, load_words
-from k2i_jax.kernels.dot_scaled import iota
+from k2i_jax.kernels.ops import iota
 
 
 class Digit(NamedTuple):

@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton as plt
 from k2i_jax._radix import seen_keys
 from k2i_jax.implementations import refuse_platform
 from k2i_jax.kernels._jax_private import load_bytes
-from k2i_jax.kernels.dot_scaled import iota, opaque
+from k2i_jax.kernels.ops import iota, opaque
 
 LIMIT = 16384  # keys a program: 32 a thread on NVIDIA GPUs, which need half of a thread's registers there
 MAX_RESULTS = 2**29 - 1  # entries of all rows: Pallas' stores count bytes in 31 bits
