@@ -15,7 +15,9 @@ python3 -c 'import jax; print(jax.devices()[0].device_kind, "jax", jax.__version
 LINES_SHOWN=45 part peers 150 python3 benchmarks/gpu_peers.py --json "$out/peers.json" \
   ${SGLANG:+--sglang "$SGLANG"} ${DEEPGEMM:+--deepgemm "$DEEPGEMM"}
 LINES_SHOWN=12 part suite "${SUITE_S:-240}" python3 -m pytest -n 8 -q -p no:cacheprovider -p no:benchmark tests/test_pallas.py tests/test_score.py \
-  tests/test_select.py tests/test_bad_input.py tests/test_jit.py tests/test_plane.py tests/test_fp4.py
+  tests/test_select.py tests/test_bad_input.py tests/test_jit.py tests/test_plane.py tests/test_fp4.py \
+  tests/test_pallas_select.py tests/test_dlpack_gpu.py
+LINES_SHOWN=20 part check 60 python3 benchmarks/gpu_check.py check
 part selftest 60 python3 -m k2i_jax selftest --report "$out/selftest.json"
 part memcheck 90 compute-sanitizer --tool memcheck --error-exitcode 9 python3 benchmarks/gpu_memcheck.py
 LINES_SHOWN=40 part pools 60 python3 benchmarks/gpu_check.py pools
