@@ -27,8 +27,9 @@ def dot_scaled(a, a_scale, b, b_scale):
 
     Returns:
       f32[M, N]. In a Triton kernel ``tt.dot_scaled``, gfx950's FP4 matrix instruction; on AMD GPUs without one an
-      exact bf16 decode and two dots, where a code times its own scale must fit bf16. In interpret mode every group is exact and the four are added in a fixed order.
-      A scale byte 255 gives NaN; on gfx950 that NaN may have its sign set, which ``sum_heads`` counts as zero.
+      exact bf16 decode and two dots, where a code times its own scale must fit bf16. In interpret mode every group is
+      exact and the four are added in a fixed order. A scale byte 255 gives NaN; on gfx950 that NaN may have its sign
+      set, which ``sum_heads`` counts as zero.
     """
     return _dot_scaled_p.bind(a, a_scale, b, b_scale)
 
