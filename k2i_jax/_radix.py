@@ -12,6 +12,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
+from k2i_jax._varying import varying
+
 NONE = np.uint32(0)  # order key of what is no choice
 NEGATIVE_INF = np.uint32(0x007FFFFF)  # smallest key of a choice
 PINNED = np.uint32(0xFFFFFFFF)
@@ -67,7 +69,7 @@ def top(keys: UInt32[Array, "rows n"], count: Int32[Array, "rows"]) -> Bool[Arra
             largest += enough.astype(jnp.uint32)
         return threshold | (largest << shift)
 
-    zeros = jnp.zeros(keys.shape[0], jnp.uint32)
+    zeros = varying(jnp.zeros(keys.shape[0], jnp.uint32), keys, count)
     threshold = lax.fori_loop(jnp.int32(0), jnp.int32(16), refine, zeros)[:, None]
     above = keys > threshold
     equal = (keys == threshold) & (keys > 0)

@@ -30,7 +30,7 @@ def map_rows(function: Callable[..., Any], rows_per_step: int, *arrays: Any) -> 
 
     first = jnp.arange(steps, dtype=jnp.int32) * size
     out = lax.map(lambda part: function(part[0], *part[1]), (first, jax.tree.map(split, arrays)))
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:rows], out)
+    return jax.tree.map(lambda x: x.reshape(steps * size, *x.shape[2:])[:rows], out)
 
 
 def table_part(table: PageTable, first, row_ends) -> PageTable:

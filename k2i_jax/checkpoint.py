@@ -25,14 +25,13 @@ class Checkpoint(Mapping[str, np.ndarray]):
     The format: eight bytes with the header's length, the header (JSON: dtype, shape and byte range by name), the bytes.
 
     Raises:
-      ValueError: no such file or folder, or one that is no safetensors file.
+      ValueError: no such file or folder, one that is no safetensors file or cut off, an index that names other files.
     """
 
     def __init__(self, path: str | Path):
         path = Path(path)
         if (path / _INDEX).is_file():
-            names = json.loads((path / _INDEX).read_text())["weight_map"]
-            self._files = {name: path / file for name, file in names.items()}
+            self._files = _read_index(path)
             return
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
         if not files or not files[0].is_file():
@@ -48,6 +47,8 @@ class Checkpoint(Mapping[str, np.ndarray]):
         if entry["dtype"] not in _DTYPES:
             raise ValueError(f"checkpoint: {name} has dtype {entry['dtype']}, expected one of {sorted(_DTYPES)}")
         first, last = entry["data_offsets"]
+        if start + last > file.stat().st_size:
+            raise ValueError(f"checkpoint: {file} is cut off before the end of {name}")
         bytes_ = np.memmap(file, np.uint8, mode="r", offset=start + first, shape=(last - first,))
         return np.array(bytes_).view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
 
@@ -56,6 +57,17 @@ class Checkpoint(Mapping[str, np.ndarray]):
 
     def __len__(self) -> int:
         return len(self._files)
+
+
+def _read_index(folder: Path) -> dict[str, Path]:
+    try:
+        files = {name: folder / file for name, file in json.loads((folder / _INDEX).read_text())["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"checkpoint: {folder / _INDEX} is no index: expected JSON with a weight_map") from None
+    missing = sorted({str(file) for file in files.values() if not file.is_file()})
+    if missing:
+        raise ValueError(f"checkpoint: {folder / _INDEX} names files that are not there: {', '.join(missing)}")
+    return files
 
 
 def _header(file: Path) -> tuple[dict, int]:
@@ -69,5 +81,7 @@ def _header(file: Path) -> tuple[dict, int]:
             header = json.loads(stream.read(length))
         except ValueError as error:
             raise ValueError(f"checkpoint: {file} is no safetensors file ({error})") from None
+    if not isinstance(header, dict):
+        raise ValueError(f"checkpoint: {file} is no safetensors file (its header is no JSON object)")
     header.pop("__metadata__", None)
     return header, 8 + length

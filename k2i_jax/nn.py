@@ -155,7 +155,7 @@ def load_indexer(spec: K2iSpec, layer: int, checkpoint: str | Path | Mapping[str
     The names are those that SGLang 0.5.23 loads: ``layers.N.attn.indexer.`` (or ``model.layers.N.self_attn.indexer.``)
     before ``wq_b.weight``, ``weights_proj.weight`` and, where the layer owns keys, ``wk.weight``, ``k_norm.weight``.
     A ``wq_b.weight`` in float8 has its block scales in ``wq_b.scale`` (or ``wq_b.weight_scale_inv``), one for each
-    of equal blocks, and becomes bfloat16 here.
+    block of a power of two of rows and of columns (the last ones may be less), and becomes bfloat16 here.
 
     Args:
       spec: the model's numbers.
@@ -182,7 +182,7 @@ def load_indexer(spec: K2iSpec, layer: int, checkpoint: str | Path | Mapping[str
     wq_b = get("wq_b.weight", spec.heads * HEAD_DIM, "q_rank")
     if wq_b.dtype.itemsize == 1:
         suffix = "scale" if f"{found[0]}wq_b.scale" in tensors else "weight_scale_inv"
-        wq_b = _dequantize(wq_b, get(f"wq_b.{suffix}", "blocks", "blocks"))
+        wq_b = _dequantize(f"{found[0]}wq_b.{suffix}", wq_b, get(f"wq_b.{suffix}", "blocks", "blocks"))
     weights_proj = get("weights_proj.weight", spec.heads, "hidden")
     owned = {}
     if entry.owns_keys:
@@ -196,9 +196,13 @@ def load_indexer(spec: K2iSpec, layer: int, checkpoint: str | Path | Mapping[str
     return indexer
 
 
-def _dequantize(codes, scale):
-    """``f8[out, in]`` times its blocks' scales, as bfloat16."""
-    blocks = [-(-n // m) for n, m in zip(codes.shape, scale.shape, strict=True)]
-    blocks = [1 << (n - 1).bit_length() for n in blocks]  # of equal size save the last: a power of two
+def _dequantize(name, codes, scale):
+    """``f8[out, in]`` times its blocks' scales, as bfloat16; blocks are a power of two wide, the last maybe less."""
+    blocks = [1 << (-(-n // m) - 1).bit_length() if m else 1 for n, m in zip(codes.shape, scale.shape, strict=True)]
+    if any(-(-n // block) != m for n, block, m in zip(codes.shape, blocks, scale.shape, strict=True)):
+        raise ValueError(
+            f"checkpoint: {name} has {list(scale.shape)} scales for {list(codes.shape)} codes; expected one a block, "
+            "blocks of a power of two of rows and of columns (128 x 128 for instance)"
+        )
     scale = scale.astype(jnp.float32).repeat(blocks[0], axis=0).repeat(blocks[1], axis=1)
     return (codes.astype(jnp.float32) * scale[: codes.shape[0], : codes.shape[1]]).astype(jnp.bfloat16)

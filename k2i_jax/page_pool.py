@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, Int32
 
 from k2i_jax._check import AnyArray, as_int32, as_size, check_array
+from k2i_jax._varying import varying
 from k2i_jax.layout import PAGE_SIZE
 
 
@@ -104,7 +105,7 @@ def _append(pool, counts, max_new):
         ok = fits & (pages <= left)
         return left - jnp.where(ok, pages, 0), ok
 
-    _, ok = lax.scan(serve, pool.num_free, (fits, demand))
+    _, ok = lax.scan(serve, varying(pool.num_free, fits, demand), (fits, demand))
     demand = jnp.where(ok, demand, 0)
     through = jnp.cumsum(demand, dtype=jnp.int32)
     shared &= ok

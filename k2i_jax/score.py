@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from k2i_jax._check import FLOATS, AnyArray, check_array, check_heads
+from k2i_jax._varying import varying
 from k2i_jax.candidates import CandidateTable, check_candidates
 from k2i_jax.fp4 import FP4Array, check_fp4
 from k2i_jax.implementations import IMPLEMENTATIONS, check_name, refuse_platform
@@ -166,5 +167,5 @@ _logits.defvjp(_logits_forward, _logits_backward)
 
 
 def _refuse(queries, weights, plane, columns):
-    del queries, plane
-    return refuse_platform(jnp.zeros((weights.shape[0], columns.width), jnp.float32))
+    nothing = jnp.zeros((weights.shape[0], columns.width), jnp.float32)
+    return refuse_platform(varying(nothing, queries, weights, plane, columns))

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float32, Int, Int32
 
 from k2i_jax._check import AnyArray, as_int32, as_size, check_array
@@ -139,6 +140,7 @@ def select_topk(
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _select_topk(logits, table, k, choice):
     rows, width = logits.shape
+    logits = lax.stop_gradient(logits)  # positions have no gradient, and kernels no rule for one
     if 0 in (rows, width):
         empty = jnp.full((rows, k), -1, jnp.int32)
         return Selection(empty, empty, jnp.zeros(rows, jnp.int32))

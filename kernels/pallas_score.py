@@ -6,14 +6,13 @@ once for all of these rows. Rows, lengths and tables are run-time values; the gr
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jax.sharding import get_abstract_mesh
 
-from k2i_jax.kernels._jax_private import prefetch
+from k2i_jax._varying import shaped, varying
+from k2i_jax.kernels._jax_private import gpu_kind, prefetch
 from k2i_jax.kernels.config import Config, check_config, default_config
 from k2i_jax.kernels.ops import limit_registers
 from k2i_jax.kernels.pallas_bodies import Decode, DotScaled
@@ -78,17 +77,30 @@ def _body(config, layout, unit, heads):
 
 def _call(kernel, grid, shape, config, interpret, *operands):
     params = plt.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages)
-    logits = jax.ShapeDtypeStruct(shape, jnp.float32)
+    operands = varying(operands, operands)
+    logits = shaped(shape, jnp.float32, operands)
     return pl.pallas_call(kernel, out_shape=logits, grid=grid, interpret=interpret, compiler_params=params)(*operands)
+
+
+def _check_somewhere(config, heads, devices):
+    """Raises unless one of the devices that the code may be lowered for can run the configuration."""
+    first = None
+    for device in devices:
+        try:
+            return check_config(config, heads=heads, device=device)
+        except ValueError as error:
+            first = first or error
+    assert first is not None
+    raise first
 
 
 def _for_each_device(run, config, interpret, heads, facts):
     """Runs ``run(config)`` with the configuration given, or with the default of what the code is lowered for."""
-    mesh_device = getattr(get_abstract_mesh(), "abstract_device", None)
-    kind = mesh_device.device_kind if mesh_device is not None else "gfx950"
+    kind = gpu_kind()
     rocm = "gfx942" if kind.startswith("gfx94") or "MI300" in kind or "MI325" in kind else "gfx950"
+    amd = kind.startswith(("gfx", "AMD"))
     if config is not None:
-        check_config(config, heads=heads, device=rocm)
+        _check_somewhere(config, heads, (rocm,) if amd else ("cuda",) if kind else (rocm, "cuda"))
     if interpret or config is not None:
         return run(config or default_config(rocm, heads=heads, **facts))
     choices = {

@@ -6,13 +6,13 @@ too wide for that choose groups of columns first.
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from k2i_jax._radix import seen_keys
+from k2i_jax._varying import shaped, varying
 from k2i_jax.implementations import refuse_platform
 from k2i_jax.kernels._jax_private import load_bytes
 from k2i_jax.kernels.ops import iota, opaque
@@ -79,7 +79,8 @@ def _call(keys, bound, k, interpret, lanes):
     size = pl.next_power_of_2(n)  # keys that are no choice fill it: a load that stops short has an address a key
     keys, most = jnp.pad(keys, ((0, 0), (0, size - n))), size // lanes
     params = plt.CompilerParams(num_warps=max(most // 32, min(most, 4), 1), num_stages=1)
-    out = jax.ShapeDtypeStruct((rows, k), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32)
+    keys, bound = varying((keys, bound), keys, bound)
+    out = shaped((rows, k), jnp.int32, keys), shaped((rows,), jnp.int32, keys)
     return tuple(
         pl.pallas_call(_kernel, out_shape=out, grid=(rows,), interpret=interpret, compiler_params=params)(keys, bound)
     )
@@ -115,7 +116,7 @@ def top_columns(keys, count, k: int, *, interpret: bool = False):
         return _call(keys, count, k, True, 64)
     run = lambda lanes: functools.partial(_call, k=k, interpret=False, lanes=lanes)
     shapes = (rows, k), (rows,)
-    refuse = lambda *_: tuple(refuse_platform(jnp.zeros(shape, jnp.int32)) for shape in shapes)
+    refuse = lambda *x: tuple(refuse_platform(varying(jnp.zeros(shape, jnp.int32), x)) for shape in shapes)
     return lax.platform_dependent(keys, count, cuda=run(32), rocm=run(64), default=refuse)
 
 

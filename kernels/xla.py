@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32
 
+from k2i_jax._varying import varying
 from k2i_jax.fp4 import FP4Array, decode_e2m1, scale_by_powers
 from k2i_jax.layout import PAGE_SIZE, SCALE_BYTES, SUB_PAGE_SIZE, gather_keys
 from k2i_jax.plane import IndexKPlane
@@ -67,6 +68,10 @@ class _Source:
             ends,
             unit,
         )
+
+    @property
+    def operands(self):
+        return self.plane, self.entries, self.row_entries, self.ends
 
     def tiles(self, row):
         """Tiles that hold a live column of ``row``."""
@@ -125,6 +130,7 @@ def _score(queries: FP4Array, weights, source: _Source) -> Float32[Array, "rows 
         return _loop(source.tiles(row), score_tile, out)
 
     out = jnp.full((rows, source.entries.shape[1] * source.unit), -jnp.inf, jnp.float32)
+    out = varying(out, queries, weights, source.operands)
     return _loop(rows, score_row, out)[:, : source.width]
 
 
@@ -140,12 +146,14 @@ def _weight_gradient(queries: FP4Array, source: _Source, gradient) -> Float32[Ar
             dots, live, first = _tile_dots(query, source, row, tile)
             live &= first + jnp.arange(TILE) >= tile * TILE  # a tile that was moved back overlaps the one before
             part = lax.dynamic_slice(gradient, (row, first), (1, TILE))[0]
+            live &= part != 0  # also where a scale byte 255 made the logit NaN: that column's weight is then nothing
             return total + jnp.where(live, dots, 0.0) @ jnp.where(live, part, 0.0)
 
-        total = _loop(source.tiles(row), tile_gradient, jnp.zeros(heads, jnp.float32))
+        total = _loop(source.tiles(row), tile_gradient, jnp.zeros_like(out[0]))
         return out.at[row].set(total)
 
-    return _loop(rows, row_gradient, jnp.zeros((rows, heads), jnp.float32))
+    out = varying(jnp.zeros((rows, heads), jnp.float32), queries, source.operands, gradient)
+    return _loop(rows, row_gradient, out)
 
 
 def _full_source(plane, table) -> _Source:

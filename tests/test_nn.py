@@ -171,6 +171,44 @@ def test_load_float8_blocks(tmp_path):
     assert not hasattr(indexer, "wk")  # it scores layer 3's keys
 
 
+def test_float8_blocks_that_fit_no_power_of_two_are_refused():
+    prefix = "layers.4.attn.indexer."
+    tensors = {
+        f"{prefix}wq_b.weight": np.ones((2048, 160), ml_dtypes.float8_e4m3fn),
+        f"{prefix}weights_proj.weight": np.ones((16, 48), ml_dtypes.bfloat16),
+    }
+    load = lambda blocks: nn.load_indexer(FEW, 4, {**tensors, f"{prefix}wq_b.scale": np.ones(blocks, np.float32)})
+    assert load((16, 2)).wq_b[...].shape == (2048, 160)  # 128 and 32 columns
+    for blocks in ((16, 4), (3, 2), (16, 0)):
+        with pytest.raises(ValueError, match=rf"wq_b.scale has \[{blocks[0]}, {blocks[1]}\] scales for \[2048, 160\]"):
+            load(blocks)
+
+
+def test_damaged_checkpoints(tmp_path):
+    """A partial download, a broken index, a cut file, a foreign header: one ValueError that names the file."""
+    tensors, file, index = (
+        tensors_of(np.random.default_rng(8)),
+        tmp_path / "x.safetensors",
+        tmp_path / "model.safetensors.index.json",
+    )
+    write_safetensors(file, tensors)
+    for text in ('{"weight', "{}", "[]", '{"weight_map": 3}'):
+        index.write_text(text)
+        with pytest.raises(ValueError, match=r"index\.json is no index: expected JSON with a weight_map"):
+            nn.load_indexer(FEW, 3, tmp_path)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "y.safetensors")}))
+    with pytest.raises(ValueError, match=r"names files that are not there: .*y\.safetensors"):
+        nn.load_indexer(FEW, 3, tmp_path)
+    index.unlink()
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-7])
+    with pytest.raises(ValueError, match=r"x\.safetensors is cut off before the end of .*k_norm\.weight"):
+        nn.load_indexer(FEW, 3, tmp_path)
+    file.write_bytes((2).to_bytes(8, "little") + b"[]")
+    with pytest.raises(ValueError, match=r"x\.safetensors is no safetensors file"):
+        nn.load_indexer(FEW, 3, tmp_path)
+
+
 def test_loading_errors(tmp_path):
     tensors = tensors_of(np.random.default_rng(7))
     prefix = "layers.3.attn.indexer."

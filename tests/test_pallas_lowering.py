@@ -1,5 +1,6 @@
 """Every kernel shape lowers for rocm and cuda on a host without a GPU. Interpret mode is too kind to show that."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,15 +8,14 @@ import pytest
 
 from k2i_jax.kernels._jax_private import lower_for, triton_calls
 from k2i_jax.kernels.compile import arguments
-from k2i_jax.kernels.config import default_config
+from k2i_jax.kernels.config import Config, default_config
 
 GPUS = {"rocm": "gfx950", "cuda": "NVIDIA H200"}
 
 
-def kernel(platform, *, layout="page64", table="full", rows=1, heads=32, body=None, kind=None, **facts):
+def kernel(platform, *, layout="page64", table="full", rows=1, heads=32, body=None, kind=None, config=None, **facts):
     """The Triton call of one score, lowered for ``platform``."""
     score, operands = arguments(layout, table, rows, heads, **facts)
-    config = None
     if body is not None:
         device = "gfx950" if body == "dot_scaled" else "cuda"
         sequences = operands[5].shape[0] // rows
@@ -55,6 +55,18 @@ def test_the_device_chooses_the_body():
     assert "tt.dot_scaled" not in kernel("rocm", kind="gfx942")["ir"]
     assert "tt.dot_scaled" not in kernel("cuda")["ir"]
     assert "tt.dot_scaled" not in kernel("rocm", kind="gfx942", body="dot_scaled")["ir"]  # decoded to bf16 instead
+
+
+def test_a_configuration_is_checked_against_the_device():
+    """Too large for gfx950's LDS, not for an H200's; where either may be meant, one suffices."""
+    config = Config("decode", 64, 6, 4, 1, 1, 1)
+    score, operands = arguments("page8", "full", 6, 128, sequences=3, pages=5)
+    assert kernel("cuda", rows=6, heads=128, config=config)["num_warps"] == 4
+    jax.eval_shape(functools.partial(score, config=config), *operands)
+    with pytest.raises(ValueError, match=r"rows: .* bytes of LDS exceed gfx950's"):
+        kernel("rocm", rows=6, heads=128, config=config)
+    with pytest.raises(ValueError, match=r"^rows: expected 1 to 8"):
+        jax.eval_shape(functools.partial(score, config=dataclasses.replace(config, rows=9)), *operands)
 
 
 @pytest.mark.parametrize("platform", GPUS)

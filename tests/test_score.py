@@ -1,5 +1,7 @@
 """Logits: the golden cases, the float64 oracle, bits that depend on nothing but row and key, and gradients."""
 
+import functools
+
 import cases
 import jax
 import jax.numpy as jnp
@@ -240,6 +242,38 @@ def test_candidate_gradient(implementation):
     by_full, by_part = (jax.vjp(f, jnp.asarray(weights))[1](gradient)[0] for f in (full, part))
     assert np.allclose(by_full, by_part, rtol=1e-4, atol=1e-4 * np.abs(by_full).max())
     assert np.abs(by_part[:2]).min() > 0
+
+
+def test_a_nan_column_outside_the_loss_has_no_gradient(implementation):
+    batch = random_batch(5, [64], columns=1)
+    queries, weights, plane, table = batch.args
+    scale = np.array(batch.keys.scale)
+    scale[5] = 255
+    broken = k.write_keys(plane, batch.slots, FP4Array(batch.keys.payload, scale))
+    others = np.arange(64) != 5
+
+    def loss(weights, plane):
+        logits = k.index_logits(queries, weights, plane, table, **implementation)
+        return jnp.where(others, logits, 0.0).sum()
+
+    gradients = [np.asarray(jax.grad(loss)(jnp.asarray(weights), x)) for x in (broken, plane)]
+    assert np.isfinite(gradients[0]).all()
+    assert np.array_equal(bits(gradients[0]), bits(gradients[1]))
+
+
+def test_a_selection_inside_a_loss_has_none():
+    batch = random_batch(5, [200, 64], columns=4)
+    queries, weights, plane, table = batch.args
+
+    def loss(weights, **options):
+        logits = k.index_logits(queries, weights, plane, table)
+        chosen = k.select_topk(logits, table, k=4, **options).positions
+        return jnp.take_along_axis(logits, chosen, axis=1).sum()
+
+    plain = jax.grad(loss)(jnp.asarray(weights))
+    kernel = jax.grad(functools.partial(loss, implementation="pallas", interpret=True))(jnp.asarray(weights))
+    assert np.abs(plain).min() > 0
+    assert np.array_equal(bits(kernel), bits(plain))
 
 
 def test_nothing_else_has_a_gradient():

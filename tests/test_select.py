@@ -277,3 +277,13 @@ def test_a_start_far_below_the_rows_does_not_wrap():
     whole, few = (k.source(*batch.args[:3], table, k=3, rows_per_step=n)[0] for n in (64, 2))
     assert whole.count.tolist() == [3, 3, 3, 3]
     assert np.array_equal(few.positions, whole.positions)
+
+
+@pytest.mark.parametrize("rows", [8, 9, 20])
+def test_source_of_a_table_without_columns(rows):
+    """More rows than are scored at a time included."""
+    batch = random_batch(1, [0] * rows, columns=0, num_pages=2, heads=16)
+    selection, blocks = k.source(*batch.args, k=3)
+    assert selection.positions.tolist() == selection.slots.tolist() == [[-1] * 3] * rows
+    assert blocks.ids.shape == (rows, 0)
+    assert not np.asarray(blocks.count).any()
