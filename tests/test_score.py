@@ -272,7 +272,7 @@ def test_a_selection_inside_a_loss_has_none():
 
     plain = jax.grad(loss)(jnp.asarray(weights))
     kernel = jax.grad(functools.partial(loss, implementation="pallas", interpret=True))(jnp.asarray(weights))
-    assert np.abs(plain).min() > 0
+    assert np.abs(plain).max(axis=1).min() > 0
     assert np.array_equal(bits(kernel), bits(plain))
 
 
